@@ -1,0 +1,72 @@
+# Everything a contributor runs. "make" alone lists it.
+
+GOLANGCI_LINT ?= go run github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
+GOTESTSUM     ?= go run gotest.tools/gotestsum@v1.13.0
+
+# More arguments for go test, such as TESTFLAGS='-run TestRouter -v', and for make bench.
+TESTFLAGS  ?=
+BENCHFLAGS ?=
+
+# The root module has no dependency but Watermill; what needs more is a module of its own.
+MODULES := $(dir $(wildcard go.mod examples/go.mod integration/go.mod))
+
+SERVICES_DIR := $(or $(IDEMPOTENCY_SERVICES_DIR),$(CURDIR)/.services)
+
+# $(call each,COMMAND) runs a command in every module, stops at no failure and fails if any did.
+each = @failed=0; for module in $(MODULES); do echo "--- $$module: $(1)"; (cd $$module && $(1)) || failed=1; done; exit $$failed
+
+# $(call run-tests,FLAGS) runs the tests of all modules as one run, so that the
+# failures and the totals of all of them are what is printed last.
+define run-tests
+$(GOTESTSUM) --format pkgname-and-test-fails --format-hide-empty-pkg \
+	--post-run-command 'sh -c "echo; echo $$((TESTS_TOTAL - TESTS_FAILED - TESTS_SKIPPED)) passed, $$((TESTS_FAILED + TESTS_ERRORS)) failed, $$TESTS_SKIPPED skipped"' \
+	--raw-command -- sh -c 'failed=0; for module in $(MODULES); do (cd $$module && go test -json -count=1 $(1) $(TESTFLAGS) ./...) || failed=1; done; exit $$failed'
+endef
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## List the targets.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: ## Run the quickstart: a duplicate arrives, the handler does not run twice. Needs no server.
+	cd examples && go run ./quickstart
+
+.PHONY: test
+test: services ## Start the services, then run all tests of all modules with the race detector.
+	@. '$(SERVICES_DIR)/env' && $(call run-tests,-race)
+
+.PHONY: test-short
+test-short: ## Run the tests that need no server.
+	@$(call run-tests,-race -short)
+
+.PHONY: bench
+bench: services ## Run the benchmarks against the services.
+	@. '$(SERVICES_DIR)/env' && cd integration && go test -run '^$$' -bench . -benchmem $(BENCHFLAGS) ./bench/...
+
+.PHONY: lint
+lint: ## Run go vet and golangci-lint in all modules.
+	$(call each,go vet ./...)
+	$(call each,$(GOLANGCI_LINT) run --config $(CURDIR)/.golangci.yml ./...)
+
+.PHONY: fmt
+fmt: ## Format all modules.
+	$(call each,$(GOLANGCI_LINT) fmt --config $(CURDIR)/.golangci.yml ./...)
+
+.PHONY: tidy
+tidy: ## Tidy go.mod and go.sum of all modules.
+	$(call each,go mod tidy)
+
+.PHONY: verify
+verify: ## Check that all modules are tidy and formatted, and change nothing.
+	$(call each,go mod tidy -diff)
+	$(call each,$(GOLANGCI_LINT) fmt --diff --config $(CURDIR)/.golangci.yml ./...)
+
+.PHONY: services
+services: ## Start PostgreSQL, RabbitMQ and Kafka, as containers or as processes (see integration/services/start.sh).
+	@integration/services/start.sh
+
+.PHONY: services-down
+services-down: ## Stop the services and remove their data.
+	@integration/services/stop.sh --purge
