@@ -38,6 +38,12 @@ func (a *attempt) end() (rollback error, hooks []func(ctx context.Context) error
 	return a.rollback, a.hooks
 }
 
+func (a *attempt) marked() error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.rollback
+}
+
 func (a *attempt) active() bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -56,6 +56,8 @@ var (
 	ErrSharedSubscriber = errors.New("subscriber ID is used by two handlers")
 	// ErrProducedRefused means that a handler returned messages under [Refuse].
 	ErrProducedRefused = errors.New("the handler returned messages, which WithProduced(Refuse()) forbids")
+	// ErrProducedInvalid means that a handler returned messages that cannot be stored, see [Replay].
+	ErrProducedInvalid = errors.New("the handler returned messages that cannot be stored")
 )
 
 // Op is the step at which a message failed.

@@ -84,7 +84,7 @@ func checkEventID(id string) error {
 		return ErrKeyEmpty
 	case len(id) > MaxEventIDLength:
 		return fmt.Errorf("%w: %d", ErrKeyTooLong, len(id))
-	case strings.IndexByte(id, 0) >= 0:
+	case containsNUL(id):
 		return ErrKeyHasNUL
 	case !utf8.ValidString(id):
 		return ErrKeyNotUTF8
@@ -98,10 +98,12 @@ func checkSubscriberID(id string) error {
 		return errors.New("it is empty")
 	case len(id) > MaxSubscriberIDLength:
 		return fmt.Errorf("it has %d bytes, %d are allowed", len(id), MaxSubscriberIDLength)
-	case strings.IndexByte(id, 0) >= 0:
+	case containsNUL(id):
 		return errors.New("it contains a NUL byte")
 	case !utf8.ValidString(id):
 		return errors.New("it is not valid UTF-8")
 	}
 	return nil
 }
+
+func containsNUL(s string) bool { return strings.IndexByte(s, 0) >= 0 }

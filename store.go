@@ -124,9 +124,17 @@ func (f Fault) String() string {
 // rebalance does not stop a running handler, and a closing AMQP consumer hands its message on at once. The zero value is
 // [Wait].
 type InFlight struct {
-	limit   time.Duration
-	bounded bool
+	policy inFlightPolicy
+	limit  time.Duration
 }
+
+type inFlightPolicy uint8
+
+const (
+	wait inFlightPolicy = iota
+	waitAtMost
+	failFast
+)
 
 // Wait lets the claim wait until the other delivery commits or rolls back, or the message's context ends. It is the
 // default: the outcome is then known at once, and the price is a connection that is held while waiting.
@@ -134,11 +142,13 @@ func Wait() InFlight { return InFlight{} }
 
 // WaitAtMost lets the claim wait for at most d. Past that, the message is not acked and [ErrInFlight] is returned. d must
 // be positive; stores may round it up to a millisecond.
-func WaitAtMost(d time.Duration) InFlight { return InFlight{limit: d, bounded: true} }
+func WaitAtMost(d time.Duration) InFlight { return InFlight{policy: waitAtMost, limit: d} }
 
 // FailFast does not wait: the message is not acked and [ErrInFlight] is returned. On a broker that redelivers without a
 // delay, put a delay behind it.
-func FailFast() InFlight { return InFlight{bounded: true} }
+func FailFast() InFlight { return InFlight{policy: failFast} }
 
 // Limit returns how long a claim may wait, and whether it is limited at all. A limit of zero is [FailFast].
-func (p InFlight) Limit() (limit time.Duration, bounded bool) { return p.limit, p.bounded }
+func (p InFlight) Limit() (limit time.Duration, bounded bool) {
+	return p.limit, p.policy != wait
+}

@@ -1,0 +1,250 @@
+package idempotency
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/ThreeDotsLabs/watermill/message"
+)
+
+// delivery is one message's way through the middleware, in one attempt or more.
+type delivery struct {
+	m        *Middleware
+	msg      *message.Message
+	original original
+	handler  string
+	store    Store
+	claim    Claim
+
+	attempts int
+	again    bool  // another attempt follows
+	event    Event // of this attempt
+}
+
+// original is a message as it came.
+type original struct {
+	uuid     string
+	metadata message.Metadata
+	payload  message.Payload
+}
+
+func snapshot(msg *message.Message) original {
+	return original{msg.UUID, maps.Clone(msg.Metadata), bytes.Clone(msg.Payload)}
+}
+
+// restore undoes what a failed attempt changed: the next one, ours or that of middleware.Retry, must meet the same key and
+// the same content.
+func (o original) restore(msg *message.Message) {
+	msg.UUID, msg.Metadata, msg.Payload = o.uuid, maps.Clone(o.metadata), bytes.Clone(o.payload)
+}
+
+// identify finds the key and the store.
+func (d *delivery) identify(ctx context.Context, named *registration) error {
+	d.claim.Topic = message.SubscribeTopicFromCtx(ctx)
+	d.claim.InFlight = d.m.inFlight
+	var err error
+	if d.claim.SubscriberID, err = named.subscriberID(d.m, d.handler); err != nil {
+		return err
+	}
+	if d.claim.EventID, err = eventID(d.m.key, d.msg); err != nil {
+		return err
+	}
+	if d.store, err = d.m.route(ctx); err != nil {
+		return fmt.Errorf("choose a store: %w", err)
+	}
+	if err = checkStore(d.store); err != nil {
+		return fmt.Errorf("choose a store: %w", err)
+	}
+	return nil
+}
+
+// isInside tells whether the middleware is on this message already, further out: a claim of the same event in a second
+// transaction would wait for the first for ever. A message of its own that a handler sent on, with its context, is not
+// inside: it has another key.
+func (d *delivery) isInside(ctx context.Context) bool {
+	outer := attemptFromContext(ctx)
+	if outer == nil || !outer.active() || outer.msg != d.msg && outer.claim.Key != d.claim.Key {
+		return false
+	}
+	d.m.warnInside.Do(func() {
+		d.m.logger.Info("idempotency: the middleware is on this handler twice: the outer one, of the router, counts, and this one lets its messages pass",
+			watermill.LogFields{"handler": d.handler, "subscriber": d.claim.SubscriberID, "outer_subscriber": outer.claim.SubscriberID})
+	})
+	return true
+}
+
+func (d *delivery) begin() {
+	d.attempts++
+	d.again = false
+	d.event = Event{}
+}
+
+// duplicate hands out what the event has produced, as long as no ack has confirmed that it is published.
+func (d *delivery) duplicate(ctx context.Context, record *Record) []*message.Message {
+	produced := record.Produced
+	if len(produced) > 0 && d.m.acks.acked(d.store, d.claim.Key) {
+		produced = nil
+	}
+	d.event.ClaimedAt = record.ClaimedAt
+	d.event.EarlyAck = isClosed(d.msg.Acked())
+	d.published(ctx, Duplicate, produced, len(produced) > 0)
+	return produced
+}
+
+// published ends a delivery that will be acked.
+func (d *delivery) published(ctx context.Context, outcome Outcome, produced []*message.Message, stored bool) {
+	for _, msg := range produced {
+		// A handler that made its messages with the context of the consumed one leaves the ended transaction in them.
+		if attemptFromContext(msg.Context()) != attemptFromContext(ctx) {
+			msg.SetContext(ctx)
+		}
+	}
+	// An early ack tells nothing about the publish to come.
+	if stored && !d.event.EarlyAck {
+		d.m.acks.watch(d.store, d.claim.Key, d.msg)
+	}
+	d.event.Produced = len(produced)
+	d.report(ctx, outcome, nil)
+}
+
+// pause lets the transaction that was in the way end.
+func (d *delivery) pause(ctx context.Context) {
+	timer := time.NewTimer(time.Millisecond + rand.N(time.Duration(d.attempts)*10*time.Millisecond)) //nolint:gosec // jitter
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done(): // the next claim tells
+	}
+}
+
+func (d *delivery) rollback(detached context.Context, tx Tx) {
+	ctx, cancel := context.WithTimeout(detached, d.m.commitTimeout)
+	defer cancel()
+	if err := tx.Rollback(ctx); err != nil {
+		// The server rolls back what it hears no more of.
+		d.m.logger.Debug("idempotency: rollback failed, the connection is closed", d.fields().Add(watermill.LogFields{"err": err.Error()}))
+	}
+}
+
+// runHooks runs the functions of [AfterCommit].
+func (d *delivery) runHooks(detached context.Context, hooks []func(ctx context.Context) error) error {
+	if len(hooks) == 0 {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(detached, d.m.commitTimeout)
+	defer cancel()
+	var errs []error
+	for _, hook := range hooks {
+		if err := guard(func() error { return hook(ctx) }); err != nil {
+			errs = append(errs, err)
+		}
+	}
+	err := errors.Join(errs...)
+	if err != nil {
+		d.m.logger.Error("idempotency: after-commit function failed; the commit stands, and the message is acked", err, d.fields())
+	}
+	return err
+}
+
+// fail ends an attempt: it decides what became of it and whether another one follows, reports that, and says in the error
+// where it happened.
+func (d *delivery) fail(ctx context.Context, op Op, err error) error {
+	outcome, transient := d.judge(op, err)
+	if outcome == CommitUnknown {
+		err = fmt.Errorf("%w: %w", ErrCommitUnknown, err)
+	}
+	if d.store != nil && outcome != CommitUnknown && d.store.Classify(err) == FaultConflict && d.attempts <= d.m.retries && ctx.Err() == nil {
+		outcome, d.again = Retried, true
+	}
+	// What a handler returned is what outer middleware compares.
+	if op != OpHandler || transient || errors.Is(err, ErrRolledBack) {
+		err = &Error{Op: op, Key: d.claim.Key, Handler: d.handler, Topic: d.claim.Topic, Err: err, transient: transient}
+	}
+	d.event.EarlyAck = isClosed(d.msg.Acked())
+	d.report(ctx, outcome, err)
+	return err
+}
+
+func (d *delivery) judge(op Op, err error) (_ Outcome, transient bool) {
+	known := errors.Is(err, ErrRolledBack) || errors.Is(err, ErrTxEnded)
+	switch {
+	case op == OpKey && IsPermanent(err):
+		return Permanent, false
+	case op == OpKey:
+		return Transient, true
+	case op == OpClaim && errors.Is(err, ErrInFlight):
+		return ClaimInFlight, true
+	case op == OpClaim:
+		return Transient, true
+	case op == OpCommit && !known:
+		return CommitUnknown, true
+	case d.store.Classify(err) != FaultOther:
+		return Transient, true
+	}
+	return HandlerFailed, false
+}
+
+// markedError is the error of an attempt that was marked for rollback; err is what the handler returned.
+func markedError(mark, err error) error {
+	if err == nil {
+		return fmt.Errorf("%w: %w", ErrRolledBack, mark)
+	}
+	if errors.Is(err, mark) {
+		return err
+	}
+	return fmt.Errorf("%w: %w; the handler returned: %w", ErrRolledBack, mark, err)
+}
+
+// errHandlerLeft stands for a panic value, which is not ours to catch, or runtime.Goexit.
+var errHandlerLeft = errors.New("the handler panicked, or left by runtime.Goexit")
+
+// report logs what nobody else tells, and tells the observers.
+func (d *delivery) report(ctx context.Context, outcome Outcome, err error) {
+	e := d.event
+	e.Outcome, e.Key, e.Handler, e.Topic, e.Attempt, e.Err = outcome, d.claim.Key, d.handler, d.claim.Topic, d.attempts, err
+
+	switch {
+	case e.EarlyAck && err != nil && outcome != Retried:
+		d.m.logger.Error("idempotency: the message was acked before its transaction committed, and is lost now that it failed: remove middleware.InstantAck, and let only the router ack", err, d.fields())
+	case e.EarlyAck:
+		d.m.logger.Error("idempotency: the message was acked before its transaction committed, and would be lost if it failed: remove middleware.InstantAck, and let only the router ack", nil, d.fields())
+	case outcome == Processed:
+		d.m.logger.Trace("idempotency: processed", d.fields())
+	case outcome == Duplicate:
+		d.m.logger.Debug("idempotency: duplicate, handler skipped", d.fields().Add(watermill.LogFields{"claimed_at": e.ClaimedAt, "produced": e.Produced}))
+	case outcome == Retried:
+		d.m.logger.Info("idempotency: trying again in a fresh transaction", d.fields().Add(watermill.LogFields{"err": err.Error()}))
+	}
+
+	for _, o := range d.m.observers {
+		if err := guard(func() error { o.Observe(ctx, e); return nil }); err != nil {
+			d.m.logger.Error("idempotency: observer failed; the message is not affected", err, d.fields())
+		}
+	}
+}
+
+func (d *delivery) fields() watermill.LogFields {
+	return watermill.LogFields{
+		"handler":    d.handler,
+		"topic":      d.claim.Topic,
+		"subscriber": d.claim.SubscriberID,
+		"event_id":   d.claim.EventID,
+		"attempt":    d.attempts,
+	}
+}
+
+// guard turns a panic of fn into an error.
+func guard(fn func() error) (err error) {
+	defer func() {
+		if r := recover(); r != nil {
+			err = fmt.Errorf("panic: %v", r)
+		}
+	}()
+	return fn()
+}

@@ -1,0 +1,155 @@
+package idempotency
+
+import (
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+)
+
+// Option configures a [Middleware]. Where an option is given twice, the last one wins, unless it says that it adds.
+type Option interface{ apply(*config) }
+
+type optionFunc func(*config)
+
+func (f optionFunc) apply(c *config) { f(c) }
+
+type config struct {
+	subscriberID     *string
+	subscriberPrefix *string
+	key              KeyFunc
+	inFlight         InFlight
+	produced         Produced
+	retries          int
+	commitTimeout    time.Duration
+	ignoredHandlers  []string
+	logger           watermill.LoggerAdapter
+	observers        []Observer
+}
+
+func defaultConfig() config {
+	return config{
+		key:             MetadataKey(EventIDMetadata),
+		produced:        Replay(),
+		retries:         3,
+		commitTimeout:   10 * time.Second,
+		ignoredHandlers: []string{"events_forwarder", "requeuer"},
+		logger:          watermill.NewSlogLogger(nil),
+	}
+}
+
+// WithSubscriberID names the logical subscriber, at most [MaxSubscriberIDLength] bytes of UTF-8. Use it where the
+// middleware is on one handler (handler.AddMiddleware), and choose a name that outlives refactorings: with another ID,
+// every old event is new.
+//
+// The default is the router's handler name: renaming the handler makes old events new. A cqrs.EventGroupProcessor has one
+// handler name, and so one claim, for all handlers of the group.
+func WithSubscriberID(id string) Option {
+	return optionFunc(func(c *config) { c.subscriberID = &id })
+}
+
+// WithSubscriberPrefix makes the subscriber ID of each handler the prefix followed by the router's handler name. Use it
+// where one middleware serves a whole router (router.AddMiddleware) and services share a table: "shipping." gives
+// "shipping.create-label". It excludes [WithSubscriberID]. The default is no prefix.
+func WithSubscriberPrefix(prefix string) Option {
+	return optionFunc(func(c *config) { c.subscriberPrefix = &prefix })
+}
+
+// WithKey says how the event ID is taken from a message. The default is [MetadataKey] of [EventIDMetadata].
+func WithKey(fn KeyFunc) Option {
+	return optionFunc(func(c *config) { c.key = fn })
+}
+
+// WithInFlight says what happens to a delivery whose event is being processed by another one: [Wait], [WaitAtMost] or
+// [FailFast]. The default is Wait.
+func WithInFlight(p InFlight) Option {
+	return optionFunc(func(c *config) { c.inFlight = p })
+}
+
+// WithProduced says what happens to the messages that handlers return: [Replay], [Outbox] or [Refuse]. The default is
+// Replay.
+func WithProduced(p Produced) Option {
+	return optionFunc(func(c *config) { c.produced = p })
+}
+
+// WithRetries sets how often a delivery is tried again at once, in a fresh transaction and with the message as it came,
+// after a serialization failure or a deadlock. The default is 3; 0 hands every such error to the router.
+func WithRetries(n int) Option {
+	return optionFunc(func(c *config) { c.retries = n })
+}
+
+// WithCommitTimeout bounds the COMMIT, and apart from it the [AfterCommit] functions and the rollback. They are detached
+// from the message's context, because a handler that has succeeded is committed even when its router is closing. The
+// default is 10 s; it must be positive. Let the router's CloseTimeout be longer.
+func WithCommitTimeout(d time.Duration) Option {
+	return optionFunc(func(c *config) { c.commitTimeout = d })
+}
+
+// WithIgnoredHandlers adds router handler names that a router-level middleware leaves alone: their messages pass without a
+// claim. "events_forwarder" and "requeuer", the names that Watermill's Forwarder and Requeuer have, are always among them:
+// the envelopes of the first carry no event ID, and the second must see a message as often as it is requeued.
+func WithIgnoredHandlers(names ...string) Option {
+	return optionFunc(func(c *config) { c.ignoredHandlers = append(c.ignoredHandlers, names...) })
+}
+
+// WithLogger sets the logger. The default is Watermill's adapter of slog.Default().
+//
+// Levels: Error for what nobody else can tell (a message acked before its commit, a failed [AfterCommit] function, a
+// panicking observer), Info for a retry in place and a double installation, Debug for a duplicate, Trace for a processed
+// message. Errors that are returned are not logged: the router does.
+func WithLogger(l watermill.LoggerAdapter) Option {
+	return optionFunc(func(c *config) { c.logger = l })
+}
+
+// WithObserver adds an observer of outcomes. It may be given more than once: all are told, in order.
+func WithObserver(o Observer) Option {
+	return optionFunc(func(c *config) { c.observers = append(c.observers, o) })
+}
+
+// validate reports all mistakes at once.
+func (c *config) validate() error {
+	var errs []error
+	mistake := func(option, format string, args ...any) {
+		errs = append(errs, fmt.Errorf("%s: %s", option, fmt.Sprintf(format, args...)))
+	}
+	if c.subscriberID != nil {
+		if err := checkSubscriberID(*c.subscriberID); err != nil {
+			mistake("WithSubscriberID", "%v", err)
+		}
+	}
+	if c.subscriberPrefix != nil {
+		if err := checkSubscriberID(*c.subscriberPrefix); err != nil {
+			mistake("WithSubscriberPrefix", "%v", err)
+		}
+		if c.subscriberID != nil {
+			mistake("WithSubscriberPrefix", "it excludes WithSubscriberID: take one")
+		}
+	}
+	if c.key == nil {
+		mistake("WithKey", "the function is nil")
+	}
+	if c.inFlight.policy == waitAtMost && c.inFlight.limit <= 0 {
+		mistake("WithInFlight", "WaitAtMost needs a positive duration, not %v", c.inFlight.limit)
+	}
+	if c.produced == nil {
+		mistake("WithProduced", "the policy is nil")
+	} else if err := c.produced.validate(); err != nil {
+		mistake("WithProduced", "%v", err)
+	}
+	if c.retries < 0 {
+		mistake("WithRetries", "%d is negative", c.retries)
+	}
+	if c.commitTimeout <= 0 {
+		mistake("WithCommitTimeout", "%v is not positive", c.commitTimeout)
+	}
+	if c.logger == nil {
+		mistake("WithLogger", "the logger is nil: give watermill.NopLogger{} for silence")
+	}
+	for _, o := range c.observers {
+		if o == nil {
+			mistake("WithObserver", "the observer is nil")
+		}
+	}
+	return errors.Join(errs...)
+}
