@@ -142,19 +142,27 @@ func TestTrap05_SecondInstallationLetsPass(t *testing.T) {
 			return next(inner)
 		}
 	}
-	for name, between := range map[string]message.HandlerMiddleware{
-		"same message": func(next message.HandlerFunc) message.HandlerFunc { return next },
-		"copy":         copying,
+	same := func(next message.HandlerFunc) message.HandlerFunc { return next }
+	for name, test := range map[string]struct {
+		between message.HandlerMiddleware
+		inner   []idempotency.Option
+	}{
+		"same message":     {same, nil},
+		"copy":             {copying, nil},
+		"other subscriber": {same, []idempotency.Option{idempotency.WithSubscriberID("create-label")}},
+		"other key":        {same, []idempotency.Option{idempotency.WithKey(idempotency.MetadataKey("none"))}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			b := setup(t)
-			inner, err := idempotency.New(b.store, idempotency.WithSubscriberID("shipping"), idempotency.WithLogger(b.logs), idempotency.WithObserver(b.observed))
+			inner, err := idempotency.New(b.store, append([]idempotency.Option{
+				idempotency.WithSubscriberID("shipping"), idempotency.WithLogger(b.logs), idempotency.WithObserver(b.observed),
+			}, test.inner...)...)
 			require.NoError(t, err)
 			ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second) // a second claim would wait for the first
 			defer cancel()
 
-			handle := b.Middleware.Middleware(between(inner.Middleware(idempotency.Handler(createLabel))))
+			handle := b.Middleware.Middleware(test.between(inner.Middleware(idempotency.Handler(createLabel))))
 			for range 2 {
 				msg := order("1")
 				msg.SetContext(ctx)
@@ -163,6 +171,7 @@ func TestTrap05_SecondInstallationLetsPass(t *testing.T) {
 			}
 			require.Equal(t, []string{"label for 1"}, b.store.Effects())
 			require.Equal(t, []idempotency.Outcome{idempotency.Processed, idempotency.Duplicate}, b.observed.outcomes())
+			require.Len(t, b.logs.Captured()[watermill.InfoLogLevel], 1, "told once")
 		})
 	}
 }
