@@ -31,11 +31,11 @@ func attemptFromContext(ctx context.Context) *attempt {
 
 // end closes the attempt: from here on the context leads to no transaction, marks nothing and takes no hooks. It returns
 // what the handler left behind.
-func (a *attempt) end() (rollback error, hooks []func(ctx context.Context) error) {
+func (a *attempt) end() (hooks []func(ctx context.Context) error, rollback error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.ended = true
-	return a.rollback, a.hooks
+	return a.hooks, a.rollback
 }
 
 func (a *attempt) marked() error {

@@ -65,7 +65,7 @@ func TestTrap09_NothingReachesAnEndedTransaction(t *testing.T) {
 	b := setup(t)
 	var kept context.Context
 	handle := b.Middleware.Middleware(func(msg *message.Message) ([]*message.Message, error) {
-		kept = msg.Context()
+		kept = msg.Context() //nolint:fatcontext // a handler that keeps it
 		require.ErrorContains(t, idempotency.AfterCommit(kept, nil), "nil")
 		return nil, nil
 	})

@@ -49,7 +49,7 @@ func (d *delivery) identify(ctx context.Context, named *registration) error {
 	d.claim.Topic = message.SubscribeTopicFromCtx(ctx)
 	d.claim.InFlight = d.m.inFlight
 	var err error
-	if d.claim.SubscriberID, err = named.subscriberID(d.m, d.handler); err != nil {
+	if d.claim.SubscriberID, err = named.resolve(d.m, d.handler); err != nil {
 		return err
 	}
 	if d.claim.EventID, err = eventID(d.m.key, d.msg); err != nil {
@@ -101,13 +101,13 @@ func (d *delivery) duplicate(ctx context.Context, record *Record) []*message.Mes
 func (d *delivery) published(ctx context.Context, outcome Outcome, produced []*message.Message, stored bool) {
 	for _, msg := range produced {
 		// A handler that made its messages with the context of the consumed one leaves the ended transaction in them.
-		if attemptFromContext(msg.Context()) != attemptFromContext(ctx) {
+		if attemptFromContext(msg.Context()) != attemptFromContext(ctx) { //nolint:contextcheck // it is the message's own
 			msg.SetContext(ctx)
 		}
 	}
 	// An early ack tells nothing about the publish to come.
 	if stored && !d.event.EarlyAck {
-		d.m.acks.watch(d.store, d.claim.Key, d.msg)
+		d.m.acks.watch(d.store, d.claim.Key, d.msg) //nolint:contextcheck // the background outlives the message
 	}
 	d.event.Produced = len(produced)
 	d.report(ctx, outcome, nil)

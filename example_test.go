@@ -93,7 +93,7 @@ func ExampleConsumerHandler() {
 	createLabel := func(_ context.Context, tx *idempotencytest.MemTx, msg *message.Message) error {
 		return tx.Write("label for " + string(msg.Payload))
 	}
-	var handler message.NoPublishHandlerFunc = idempotency.ConsumerHandler(createLabel)
+	handler := idempotency.ConsumerHandler(createLabel) // for router.AddConsumerHandler
 	// Without the middleware, the handler refuses to run.
 	fmt.Println(handler(order7()))
 	// Output: idempotency: no transaction in context: is the middleware on this handler, and does this context come from msg.Context()?

@@ -146,7 +146,7 @@ func (d *delivery) attempt(ctx context.Context, next message.HandlerFunc) (_ []*
 		if committed {
 			return
 		}
-		a.end()
+		_, _ = a.end()
 		d.rollback(detached, tx)
 		d.original.restore(d.msg)
 		if !returned {
@@ -156,7 +156,8 @@ func (d *delivery) attempt(ctx context.Context, next message.HandlerFunc) (_ []*
 	}()
 
 	// 4 The handler.
-	d.msg.SetContext(context.WithValue(ctx, attemptKey{}, a))
+	inside := context.WithValue(ctx, attemptKey{}, a)
+	d.msg.SetContext(inside)
 	produced, err := next(d.msg)
 
 	// 5 What it produced, in the same transaction.
@@ -164,9 +165,9 @@ func (d *delivery) attempt(ctx context.Context, next message.HandlerFunc) (_ []*
 	op := OpHandler
 	if err == nil && a.marked() == nil {
 		op = OpProduced
-		stored, produced, err = d.m.produced.settle(d.msg.Context(), produced)
+		stored, produced, err = d.m.produced.settle(inside, produced)
 	}
-	mark, hooks := a.end()
+	hooks, mark := a.end()
 	returned = true
 	d.event.Handle = lap()
 	if mark != nil {

@@ -105,7 +105,7 @@ func (o outbox) settle(ctx context.Context, produced []*message.Message) (stored
 		// consumed message itself, if it is among them, has it already.
 		original := msg.Context()
 		msg.SetContext(ctx)
-		defer msg.SetContext(original)
+		defer msg.SetContext(original) //nolint:contextcheck // it is the message's own
 	}
 	if err := o.pub.Publish(topic, produced...); err != nil {
 		return nil, nil, fmt.Errorf("outbox: publish to topic %q in the handler's transaction: %w", topic, err)

@@ -32,6 +32,7 @@ func TestTrap13_ConflictsAreRetriedInPlace(t *testing.T) {
 				b.store.claim = func(context.Context, idempotency.Claim) error { return conflict() }
 			case idempotency.OpCommit:
 				b.store.commit = conflict
+			case idempotency.OpHandler, idempotency.OpKey, idempotency.OpProduced:
 			}
 			calls := 0
 			handle := b.Middleware.Middleware(writeThen(func(msg *message.Message) ([]*message.Message, error) {

@@ -72,10 +72,11 @@ func (r *testRouter) publish(topic string, messages ...*message.Message) {
 	require.NoError(r.t, r.channel.Publish(topic, messages...))
 }
 
-func (r *testRouter) published(topic string) []*message.Message {
+// published returns what handlers have published to the topic "labels".
+func (r *testRouter) published() []*message.Message {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.sent[topic]
+	return r.sent["labels"]
 }
 
 func TestTrap06_SubscriberIDSharedByTwoHandlersIsRefused(t *testing.T) {
@@ -157,7 +158,7 @@ func TestTrap21_ForwarderHandlerIsLeftAlone(t *testing.T) {
 
 	pub := forwarder.NewPublisher(r.channel, forwarder.PublisherConfig{ForwarderTopic: "outbox"})
 	require.NoError(t, pub.Publish("labels", order("1"))) // returns once the forwarder has acked
-	require.Len(t, r.published("labels"), 1)
+	require.Len(t, r.published(), 1)
 
 	r.publish("audit", message.NewMessage("no event ID", nil), message.NewMessage("no event ID", nil))
 	require.EqualValues(t, 2, audited.Load())
@@ -180,6 +181,7 @@ func TestTrap22_OuterMiddlewareNeverPublishesForAFailedAttempt(t *testing.T) {
 		"ignore errors": middleware.NewIgnoreErrors([]error{errBusiness}).Middleware,
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			b := setup(t)
 			calls := 0
 			r := startRouter(t)
@@ -194,16 +196,16 @@ func TestTrap22_OuterMiddlewareNeverPublishesForAFailedAttempt(t *testing.T) {
 			r.run()
 			r.publish("orders", order("1"))
 			if name == "retry" {
-				require.Len(t, r.published("labels"), 1)
-				require.Equal(t, "of the last attempt", r.published("labels")[0].Metadata.Get(idempotency.EventIDMetadata))
+				require.Len(t, r.published(), 1)
+				require.Equal(t, "of the last attempt", r.published()[0].Metadata.Get(idempotency.EventIDMetadata))
 				require.Equal(t, []string{"label for 1"}, b.store.Effects())
 				return
 			}
-			require.Empty(t, r.published("labels"))
+			require.Empty(t, r.published())
 			require.Empty(t, b.store.Effects())
 		})
 	}
-	require.Len(t, dead, 1)
+	t.Cleanup(func() { require.Len(t, dead, 1) })
 }
 
 // Inside of the transaction, these two turn a failure into a success, which is then committed: the order is the user's to
@@ -250,13 +252,13 @@ func TestTrap01_FailedPublishIsRepeatedWithTheRedelivery(t *testing.T) {
 	}))
 	r.run()
 	r.publish("orders", order("1"))
-	require.Len(t, r.published("labels"), 1)
+	require.Len(t, r.published(), 1)
 	require.Equal(t, []string{"label for 1"}, b.store.Effects())
 	require.Len(t, attempts, 4)
 	for _, uuid := range attempts {
-		require.Equal(t, r.published("labels")[0].UUID, uuid)
+		require.Equal(t, r.published()[0].UUID, uuid)
 	}
 
 	r.publish("orders", order("1")) // a late duplicate
-	require.Len(t, r.published("labels"), 1)
+	require.Len(t, r.published(), 1)
 }

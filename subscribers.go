@@ -14,8 +14,8 @@ type registration struct {
 	err     error
 }
 
-// subscriberID returns the subscriber ID of the handler, and notes once that the handler uses it.
-func (r *registration) subscriberID(m *Middleware, handler string) (string, error) {
+// resolve returns the subscriber ID of the handler, and notes once that the handler uses it.
+func (r *registration) resolve(m *Middleware, handler string) (string, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if !r.done || r.handler != handler {
@@ -28,8 +28,8 @@ func (r *registration) subscriberID(m *Middleware, handler string) (string, erro
 func (m *Middleware) register(handler string) (string, error) {
 	id := handler
 	switch {
-	case m.config.subscriberID != nil:
-		id = *m.config.subscriberID
+	case m.subscriberID != nil:
+		id = *m.subscriberID
 	case handler == "":
 		return "", fmt.Errorf("%w: the message comes from no router that names its handler: use WithSubscriberID", ErrNoSubscriber)
 	case m.subscriberPrefix != nil:
