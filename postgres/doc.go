@@ -1,0 +1,46 @@
+// Package postgres is the store on PostgreSQL, through pgx.
+//
+//	pool, err := pgxpool.New(ctx, url)
+//	err = postgres.Migrate(ctx, pool) // or run the statements of the folder migrations by other means
+//	store, err := postgres.New(ctx, pool)
+//	idem, err := idempotency.New(store)
+//
+// Handlers get a [pgx.Tx]. It refuses Commit and Rollback, which are the middleware's; its Begin gives a savepoint that the
+// handler may end. A statement that fails aborts the whole transaction, as ever in PostgreSQL: return its error, or run it
+// in a savepoint.
+//
+// # Cost
+//
+// BEGIN and the claim go to the server together: a new event takes the round trips of a plain transaction. A duplicate
+// takes two, and writes nothing. Messages that a handler returns take one more, to be stored.
+//
+// # Pool size
+//
+// A message holds a connection from the claim to the commit, also while it waits for another delivery of its event. Give
+// the pool as many connections as messages are in flight: partitions of a Kafka consumer, prefetch count of an AMQP one.
+// Let a handler work on its transaction only: with a second connection from the same pool, messages can wait for each
+// other, until [WithAcquireTimeout] ends it with [ErrPoolExhausted].
+//
+// # Privileges
+//
+// The service's role needs usage on the schema, select and insert on the claim table, and select, insert and delete on the
+// table of produced messages. [Migrate] needs to create.
+//
+// # PgBouncer
+//
+// Transaction pooling works: nothing outlives the transaction. PgBouncer before 1.21 has no prepared statements there: set
+// default_query_exec_mode to exec or simple_protocol in the connection string, or pgx.QueryExecModeExec in the pool's
+// configuration.
+//
+// # Waiting for another delivery
+//
+// [idempotency.Wait] waits in the insert, for as long as the message's context lives, or the session's lock_timeout if one
+// is set. The bounded policies set lock_timeout for the claim only, in the same round trip; [idempotency.FailFast] is 10 ms,
+// because shorter ones would mistake the short locks of any insert for a claim in flight.
+//
+// # Durability
+//
+// A message is acked after its commit, so the commit must last. [New] refuses synchronous_commit=off, unlogged tables, a
+// standby and a read-only session. With asynchronous replication, the promotion of a standby loses the last commits, whose
+// messages are acked: use synchronous replication where that is not acceptable.
+package postgres

@@ -1,0 +1,100 @@
+package postgres
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+	"unicode/utf8"
+
+	"github.com/jackc/pgx/v5"
+)
+
+// maxName is the longest identifier that PostgreSQL keeps whole; longer ones are cut without an error.
+const maxName = 63
+
+// Option configures [New] and [Migrate]: give both the same. Where an option is given twice, the last one wins.
+type Option interface{ apply(*config) }
+
+type optionFunc func(*config)
+
+func (f optionFunc) apply(c *config) { f(c) }
+
+type config struct {
+	schema         *string
+	prefix         string
+	isolation      pgx.TxIsoLevel
+	acquireTimeout time.Duration
+}
+
+func newConfig(opts []Option) (config, error) {
+	c := config{prefix: "idempotency_", acquireTimeout: 30 * time.Second}
+	for _, opt := range opts {
+		if opt == nil {
+			return config{}, errors.New("an option is nil")
+		}
+		opt.apply(&c)
+	}
+	return c, c.validate()
+}
+
+// WithSchema names the schema of the tables. The default is the first schema of the search path, looked up once, when the
+// store opens: what a handler does to the search path of its connection later changes nothing.
+func WithSchema(name string) Option {
+	return optionFunc(func(c *config) { c.schema = &name })
+}
+
+// WithTablePrefix sets what the names of the tables begin with. The default is "idempotency_"; "" is allowed.
+func WithTablePrefix(prefix string) Option {
+	return optionFunc(func(c *config) { c.prefix = prefix })
+}
+
+// WithIsolation sets the isolation level of the transactions. The default is what the server, database or role has as
+// default_transaction_isolation, which is read committed unless somebody changed it. Under repeatable read and
+// serializable, a claim that waited for another one fails with SQLSTATE 40001, and the middleware tries again.
+func WithIsolation(level pgx.TxIsoLevel) Option {
+	return optionFunc(func(c *config) { c.isolation = level })
+}
+
+// WithAcquireTimeout bounds the wait for a connection of the pool. The default is 30 s; it must be positive. A pool that
+// is smaller than the number of messages in flight makes messages wait; a handler that takes a second connection of the
+// same pool can make them wait for each other, which this ends.
+func WithAcquireTimeout(d time.Duration) Option {
+	return optionFunc(func(c *config) { c.acquireTimeout = d })
+}
+
+// validate reports all mistakes at once.
+func (c *config) validate() error {
+	var errs []error
+	if c.schema != nil {
+		if err := checkName(*c.schema, maxName); err != nil {
+			errs = append(errs, fmt.Errorf("WithSchema: %w", err))
+		}
+	}
+	if c.prefix != "" {
+		if err := checkName(c.prefix, maxName-len(producedTable)); err != nil {
+			errs = append(errs, fmt.Errorf("WithTablePrefix: %w", err))
+		}
+	}
+	switch c.isolation {
+	case "", pgx.ReadUncommitted, pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable:
+	default:
+		errs = append(errs, fmt.Errorf("WithIsolation: %q is not an isolation level: use a constant of package pgx", c.isolation))
+	}
+	if c.acquireTimeout <= 0 {
+		errs = append(errs, fmt.Errorf("WithAcquireTimeout: %v is not positive", c.acquireTimeout))
+	}
+	return errors.Join(errs...)
+}
+
+func checkName(name string, limit int) error {
+	switch {
+	case name == "":
+		return errors.New("it is empty")
+	case len(name) > limit:
+		return fmt.Errorf("%q has %d bytes, %d are allowed", name, len(name), limit)
+	case strings.IndexByte(name, 0) >= 0 || !utf8.ValidString(name):
+		return fmt.Errorf("%q is not UTF-8 without NUL", name)
+	}
+	return nil
+}

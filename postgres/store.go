@@ -1,0 +1,203 @@
+package postgres
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strconv"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/watermill-idempotency/idempotency"
+	"github.com/watermill-idempotency/idempotency/internal/metadata"
+)
+
+// Store is an [idempotency.Store] on PostgreSQL. Handlers get a [pgx.Tx]. It is safe for concurrent use.
+type Store struct {
+	pool           *pgxpool.Pool
+	txOptions      pgx.TxOptions
+	acquireTimeout time.Duration
+	sql            statements
+}
+
+var _ idempotency.Store = (*Store)(nil)
+
+type statements struct {
+	claim, record, produced, produce, acked string
+}
+
+// failFast is how long a claim waits for a lock under [idempotency.FailFast]. A lock timeout of zero would be none, and
+// a shorter one would mistake the short locks that every insert meets for a claim in flight.
+const failFast = 10 * time.Millisecond
+
+const (
+	// A bounded claim sets the lock timeout for itself, and puts back what the session had, for the handler.
+	boundWait   = "select pg_catalog.set_config('idempotency.lock_timeout', pg_catalog.current_setting('lock_timeout'), true), pg_catalog.set_config('lock_timeout', $1, true)"
+	unboundWait = "select pg_catalog.set_config('lock_timeout', pg_catalog.current_setting('idempotency.lock_timeout'), true)"
+
+	// The claim leaves a mark in its transaction, and the commit looks for it in its own round trip: a handler that executes
+	// ROLLBACK (or COMMIT) AND CHAIN as text, or begins another transaction, would have its message acked with nothing done.
+	mark          = "pg_catalog.set_config('idempotency.claim', 'held', true)"
+	commitIfHeld  = "select 1 / (pg_catalog.current_setting('idempotency.claim', true) is not distinct from 'held')::int; commit"
+	endsUncommitted = "rollback"
+)
+
+// New returns a store on the pool, after it has checked what would lose messages later: [ErrSchema], [ErrNotDurable],
+// [ErrReadOnly] and [ErrPrivilege]. It creates no tables, see [Migrate]. The pool stays the caller's to close; it needs a
+// connection for each message in flight.
+func New(ctx context.Context, pool *pgxpool.Pool, opts ...Option) (*Store, error) {
+	if pool == nil {
+		return nil, errors.New("postgres: New: the pool is nil")
+	}
+	c, err := newConfig(opts)
+	if err != nil {
+		return nil, fmt.Errorf("postgres: New: %w", err)
+	}
+	t, err := c.tables(ctx, pool)
+	if err != nil {
+		return nil, fmt.Errorf("postgres: New: %w", err)
+	}
+	if err := check(ctx, pool, t); err != nil {
+		return nil, fmt.Errorf("postgres: New: %w", err)
+	}
+	return &Store{
+		pool:           pool,
+		txOptions:      pgx.TxOptions{IsoLevel: c.isolation, CommitQuery: commitIfHeld},
+		acquireTimeout: c.acquireTimeout,
+		sql: statements{
+			claim: "insert into " + t.claim + " (subscriber_id, event_id, topic, fingerprint) values ($1, $2, $3, $4)" +
+				" on conflict do nothing returning " + mark,
+			record: "select claimed_at, topic, fingerprint from " + t.claim + " where subscriber_id = $1 and event_id = $2",
+			produced: "select uuid, metadata, payload from " + t.produced +
+				" where subscriber_id = $1 and event_id = $2 order by position",
+			produce: "insert into " + t.produced + " (subscriber_id, event_id, position, uuid, metadata, payload)" +
+				" select $1, $2, m.position, m.uuid, m.metadata, m.payload" +
+				" from pg_catalog.unnest($3::text[], $4::bytea[], $5::bytea[]) with ordinality m (uuid, metadata, payload, position)",
+			// In the order of the key, so that two instances do not wait for each other.
+			acked: "with acked as (select p.ctid from " + t.produced + " p" +
+				" join (select distinct subscriber_id, event_id from pg_catalog.unnest($1::text[], $2::text[]) k (subscriber_id, event_id)) k" +
+				" on p.subscriber_id = k.subscriber_id and p.event_id = k.event_id" +
+				" order by p.subscriber_id, p.event_id, p.position for update of p)" +
+				" delete from " + t.produced + " p using acked where p.ctid = acked.ctid",
+		},
+	}, nil
+}
+
+// Claim implements [idempotency.Store]: BEGIN and the insert take one round trip, a duplicate one more.
+func (s *Store) Claim(ctx context.Context, c idempotency.Claim) (idempotency.Tx, *idempotency.Record, error) {
+	conn, err := s.acquire(ctx)
+	if err != nil {
+		return nil, nil, fmt.Errorf("postgres: claim: %w", err)
+	}
+	t := &tx{conn: conn, claim: c.Key, sql: &s.sql}
+	claimed, err := t.begin(ctx, s.txOptions, c)
+	if err != nil {
+		t.end(ctx)
+		return nil, nil, fmt.Errorf("postgres: claim: %w", claimError(err, c.InFlight))
+	}
+	if claimed {
+		return t, nil, nil
+	}
+	record, err := t.duplicate(ctx)
+	t.end(ctx)
+	if err != nil {
+		return nil, nil, fmt.Errorf("postgres: read the record of a duplicate: %w", err)
+	}
+	return nil, record, nil
+}
+
+func (s *Store) acquire(ctx context.Context) (*pgxpool.Conn, error) {
+	bounded, cancel := context.WithTimeout(ctx, s.acquireTimeout)
+	defer cancel()
+	conn, err := s.pool.Acquire(bounded)
+	if err != nil && bounded.Err() != nil && ctx.Err() == nil {
+		return nil, fmt.Errorf("%w within %v: all %d are in use: raise pool_max_conns to the number of messages in flight, and let handlers take no second connection of this pool",
+			ErrPoolExhausted, s.acquireTimeout, s.pool.Config().MaxConns)
+	}
+	return conn, err
+}
+
+// begin begins the transaction and inserts the claim. It returns false for a duplicate.
+func (t *tx) begin(ctx context.Context, options pgx.TxOptions, c idempotency.Claim) (claimed bool, err error) {
+	batch := &pgx.Batch{}
+	batch.BeginTx(options)
+	limit, bounded := c.InFlight.Limit()
+	if bounded {
+		batch.Queue(boundWait, milliseconds(limit))
+	}
+	batch.Queue(t.sql.claim, c.SubscriberID, c.EventID, c.Topic, c.Fingerprint).Query(func(rows pgx.Rows) error {
+		claimed = rows.Next()
+		return nil
+	})
+	if bounded {
+		batch.Queue(unboundWait)
+	}
+	results := t.conn.SendBatch(ctx, batch)
+	t.tx = results.Tx()
+	err = results.Close()
+	return claimed, err
+}
+
+func milliseconds(limit time.Duration) string {
+	limit = max(limit, failFast)
+	return strconv.FormatInt((limit+time.Millisecond-1).Milliseconds(), 10)
+}
+
+// duplicate reads the record and ends the transaction, in one round trip.
+func (t *tx) duplicate(ctx context.Context) (*idempotency.Record, error) {
+	record := &idempotency.Record{Key: t.claim}
+	batch := &pgx.Batch{}
+	batch.Queue(t.sql.record, t.claim.SubscriberID, t.claim.EventID).QueryRow(func(row pgx.Row) error {
+		err := row.Scan(&record.ClaimedAt, &record.Topic, &record.Fingerprint)
+		if errors.Is(err, pgx.ErrNoRows) {
+			return errVanished
+		}
+		return err
+	})
+	batch.Queue(t.sql.produced, t.claim.SubscriberID, t.claim.EventID).Query(func(rows pgx.Rows) error {
+		for rows.Next() {
+			msg, err := scanMessage(rows)
+			if err != nil {
+				return err
+			}
+			record.Produced = append(record.Produced, msg)
+		}
+		return rows.Err()
+	})
+	batch.Queue(endsUncommitted)
+	if err := t.tx.SendBatch(ctx, batch).Close(); err != nil {
+		return nil, err
+	}
+	return record, nil
+}
+
+func scanMessage(rows pgx.Rows) (*message.Message, error) {
+	var uuid string
+	var encoded, payload []byte
+	if err := rows.Scan(&uuid, &encoded, &payload); err != nil {
+		return nil, err
+	}
+	decoded, err := metadata.Decode(encoded)
+	if err != nil {
+		return nil, err
+	}
+	msg := message.NewMessage(uuid, payload)
+	msg.Metadata = decoded
+	return msg, nil
+}
+
+// Acked implements [idempotency.Store], with one statement.
+func (s *Store) Acked(ctx context.Context, keys []idempotency.Key) error {
+	subscriberIDs := make([]string, len(keys))
+	eventIDs := make([]string, len(keys))
+	for i, key := range keys {
+		subscriberIDs[i], eventIDs[i] = key.SubscriberID, key.EventID
+	}
+	if _, err := s.pool.Exec(ctx, s.sql.acked, subscriberIDs, eventIDs); err != nil {
+		return fmt.Errorf("postgres: remove the produced messages of %d acked messages: %w", len(keys), err)
+	}
+	return nil
+}

@@ -1,0 +1,131 @@
+package postgres
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/watermill-idempotency/idempotency"
+	"github.com/watermill-idempotency/idempotency/internal/metadata"
+)
+
+// tx is a transaction that holds a claim. It owns the connection until it ends.
+type tx struct {
+	conn  *pgxpool.Conn // nil once it has ended
+	tx    pgx.Tx
+	claim idempotency.Key
+	sql   *statements
+}
+
+var _ idempotency.Tx = (*tx)(nil)
+
+// handlerTx is what handlers get. It is closed when tx ends, because it is the same transaction.
+type handlerTx struct{ pgx.Tx }
+
+// Commit is refused.
+func (handlerTx) Commit(context.Context) error {
+	return fmt.Errorf("postgres: Commit by a handler: %w: %w", idempotency.ErrTxEnded, errHandler)
+}
+
+// Rollback is refused.
+func (handlerTx) Rollback(context.Context) error {
+	return fmt.Errorf("postgres: Rollback by a handler: %w: %w", idempotency.ErrTxEnded, errHandler)
+}
+
+// Raw implements [idempotency.Tx].
+func (t *tx) Raw() any { return handlerTx{t.tx} }
+
+// Commit implements [idempotency.Tx].
+func (t *tx) Commit(ctx context.Context, produced []*message.Message) error {
+	if t.conn == nil {
+		return fmt.Errorf("postgres: commit: %w", idempotency.ErrTxEnded)
+	}
+	defer t.end(ctx)
+	if err := t.check(); err != nil {
+		return fmt.Errorf("postgres: commit: %w", err)
+	}
+	if err := t.produce(ctx, produced); err != nil {
+		return fmt.Errorf("postgres: store produced messages: %w: %w", idempotency.ErrRolledBack, err)
+	}
+	if err := t.tx.Commit(ctx); err != nil {
+		return fmt.Errorf("postgres: commit: %w", t.commitError(err))
+	}
+	return nil
+}
+
+// check finds, without asking the server, what would make COMMIT fail or do nothing.
+func (t *tx) check() error {
+	conn := t.conn.Conn()
+	switch {
+	case conn.IsClosed():
+		return fmt.Errorf("%w: %w", idempotency.ErrRolledBack, errClosed)
+	case conn.PgConn().IsBusy():
+		return fmt.Errorf("%w: %w", idempotency.ErrRolledBack, errBusy)
+	case conn.PgConn().TxStatus() == 'E':
+		return fmt.Errorf("%w: %w", idempotency.ErrRolledBack, errAborted)
+	case conn.PgConn().TxStatus() == 'I':
+		return fmt.Errorf("%w: the handler executed COMMIT or ROLLBACK: %w", idempotency.ErrTxEnded, errHandler)
+	}
+	return nil
+}
+
+func (t *tx) produce(ctx context.Context, produced []*message.Message) error {
+	if len(produced) == 0 {
+		return nil
+	}
+	uuids := make([]string, len(produced))
+	encoded := make([][]byte, len(produced))
+	payloads := make([][]byte, len(produced))
+	for i, msg := range produced {
+		var err error
+		if encoded[i], err = metadata.Encode(msg.Metadata); err != nil {
+			return err
+		}
+		uuids[i] = msg.UUID
+		payloads[i] = append([]byte{}, msg.Payload...) // not null
+	}
+	_, err := t.tx.Exec(ctx, t.sql.produce, t.claim.SubscriberID, t.claim.EventID, uuids, encoded, payloads)
+	return err
+}
+
+func (t *tx) commitError(err error) error {
+	switch {
+	case errors.Is(err, pgx.ErrTxCommitRollback):
+		return fmt.Errorf("%w: %w", idempotency.ErrRolledBack, err)
+	case hasState(err, divisionByZero) && t.conn.Conn().PgConn().TxStatus() == 'E':
+		// It was the check of commitIfHeld, before the COMMIT; a deferred trigger that divides by zero ends the transaction.
+		return fmt.Errorf("%w: the handler executed COMMIT or ROLLBACK and began another one: %w", idempotency.ErrTxEnded, errHandler)
+	case isKnownRollback(err):
+		return fmt.Errorf("%w: %w", idempotency.ErrRolledBack, err)
+	}
+	return err
+}
+
+// Rollback implements [idempotency.Tx].
+func (t *tx) Rollback(ctx context.Context) error {
+	if err := t.end(ctx); err != nil {
+		return fmt.Errorf("postgres: rollback: %w", err)
+	}
+	return nil
+}
+
+// end rolls back what is not committed, and gives the connection back; the pool closes one that is broken or busy.
+func (t *tx) end(ctx context.Context) error {
+	if t.conn == nil {
+		return nil
+	}
+	conn := t.conn
+	t.conn = nil
+	defer conn.Release()
+	if t.tx == nil {
+		return nil
+	}
+	if err := t.tx.Rollback(ctx); err != nil && !errors.Is(err, pgx.ErrTxClosed) {
+		return err
+	}
+	return nil
+}
