@@ -40,8 +40,8 @@ const (
 
 	// The claim leaves a mark in its transaction, and the commit looks for it in its own round trip: a handler that executes
 	// ROLLBACK (or COMMIT) AND CHAIN as text, or begins another transaction, would have its message acked with nothing done.
-	mark          = "pg_catalog.set_config('idempotency.claim', 'held', true)"
-	commitIfHeld  = "select 1 / (pg_catalog.current_setting('idempotency.claim', true) is not distinct from 'held')::int; commit"
+	mark            = "pg_catalog.set_config('idempotency.claim', 'held', true)"
+	commitIfHeld    = "select 1 / (pg_catalog.current_setting('idempotency.claim', true) is not distinct from 'held')::int; commit"
 	endsUncommitted = "rollback"
 )
 
@@ -75,10 +75,10 @@ func New(ctx context.Context, pool *pgxpool.Pool, opts ...Option) (*Store, error
 				" where subscriber_id = $1 and event_id = $2 order by position",
 			produce: "insert into " + t.produced + " (subscriber_id, event_id, position, uuid, metadata, payload)" +
 				" select $1, $2, m.position, m.uuid, m.metadata, m.payload" +
-				" from pg_catalog.unnest($3::text[], $4::bytea[], $5::bytea[]) with ordinality m (uuid, metadata, payload, position)",
+				" from rows from (pg_catalog.unnest($3::text[]), pg_catalog.unnest($4::bytea[]), pg_catalog.unnest($5::bytea[])) with ordinality m (uuid, metadata, payload, position)",
 			// In the order of the key, so that two instances do not wait for each other.
 			acked: "with acked as (select p.ctid from " + t.produced + " p" +
-				" join (select distinct subscriber_id, event_id from pg_catalog.unnest($1::text[], $2::text[]) k (subscriber_id, event_id)) k" +
+				" join (select distinct subscriber_id, event_id from rows from (pg_catalog.unnest($1::text[]), pg_catalog.unnest($2::text[])) k (subscriber_id, event_id)) k" +
 				" on p.subscriber_id = k.subscriber_id and p.event_id = k.event_id" +
 				" order by p.subscriber_id, p.event_id, p.position for update of p)" +
 				" delete from " + t.produced + " p using acked where p.ctid = acked.ctid",
@@ -143,7 +143,7 @@ func (t *tx) begin(ctx context.Context, options pgx.TxOptions, c idempotency.Cla
 
 func milliseconds(limit time.Duration) string {
 	limit = max(limit, failFast)
-	return strconv.FormatInt((limit+time.Millisecond-1).Milliseconds(), 10)
+	return strconv.FormatInt((limit + time.Millisecond - 1).Milliseconds(), 10)
 }
 
 // duplicate reads the record and ends the transaction, in one round trip.
