@@ -171,6 +171,7 @@ func (t *tx) duplicate(ctx context.Context) (*idempotency.Record, error) {
 	if err := t.tx.SendBatch(ctx, batch).Close(); err != nil {
 		return nil, err
 	}
+	t.tx = nil // it has ended
 	return record, nil
 }
 
