@@ -1,7 +1,7 @@
 // Package postgres is the store on PostgreSQL, through pgx.
 //
 //	pool, err := pgxpool.New(ctx, url)
-//	err = postgres.Migrate(ctx, pool) // or run the statements of the folder migrations by other means
+//	err = postgres.Migrate(ctx, pool)
 //	store, err := postgres.New(ctx, pool)
 //	idem, err := idempotency.New(store)
 //

@@ -6,11 +6,11 @@ import (
 	"fmt"
 	"io"
 	"net"
-	"strings"
 
 	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/watermill-idempotency/idempotency"
+	"github.com/watermill-idempotency/idempotency/internal/sqlstate"
 )
 
 // ErrPoolExhausted means that the pool had no connection to give for as long as [WithAcquireTimeout] says.
@@ -23,18 +23,6 @@ var (
 	errBusy     = errors.New("rows or a batch are still open: close what Query, SendBatch or CopyFrom returned before the handler returns")
 	errAborted  = errors.New("a statement failed, and the handler went on: return its error, or run it in a savepoint (tx.Begin)")
 	errHandler  = errors.New("it is the middleware's to end: return an error to roll back, nil to commit; tx.Begin gives a savepoint that you may end")
-)
-
-// SQLSTATEs, from PostgreSQL's appendix A.
-const (
-	divisionByZero       = "22012"
-	serializationFailure = "40001"
-	deadlockDetected     = "40P01"
-	lockNotAvailable     = "55P03"
-	readOnlyTransaction  = "25006"
-	classConnection      = "08"
-	classResources       = "53"
-	classShutdown        = "57P"
 )
 
 // Classify implements [idempotency.Store]. It decides by SQLSTATE, so it works in every language of the server.
@@ -52,7 +40,7 @@ func (s *Store) Classify(err error) idempotency.Fault {
 	case errors.Is(err, errClosed), errors.Is(err, ErrPoolExhausted):
 		return idempotency.FaultUnavailable
 	case errors.As(err, &pgErr):
-		return classifyState(pgErr.Code)
+		return sqlstate.Classify(pgErr.Code)
 	case errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
 		return idempotency.FaultOther // not the database's; IsTransient knows it
 	case errors.As(err, &connectErr), errors.As(err, &netErr), errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), pgconn.SafeToRetry(err):
@@ -61,28 +49,12 @@ func (s *Store) Classify(err error) idempotency.Fault {
 	return idempotency.FaultOther
 }
 
-func classifyState(code string) idempotency.Fault {
-	switch {
-	case code == serializationFailure, code == deadlockDetected:
-		return idempotency.FaultConflict
-	case code == lockNotAvailable, code == readOnlyTransaction,
-		strings.HasPrefix(code, classConnection), strings.HasPrefix(code, classResources), strings.HasPrefix(code, classShutdown):
-		return idempotency.FaultUnavailable
-	}
-	return idempotency.FaultOther
-}
-
-// inFlight tells a claim that was not willing to wait longer from other trouble.
+// claimError tells a claim that was not willing to wait longer from other trouble.
 func claimError(err error, inFlight idempotency.InFlight) error {
-	if limit, bounded := inFlight.Limit(); bounded && hasState(err, lockNotAvailable) {
+	if limit, bounded := inFlight.Limit(); bounded && sqlstate.Of(err) == sqlstate.LockNotAvailable {
 		return fmt.Errorf("%w after %v: %w", idempotency.ErrInFlight, limit, err)
 	}
 	return err
-}
-
-func hasState(err error, code string) bool {
-	var pgErr *pgconn.PgError
-	return errors.As(err, &pgErr) && pgErr.Code == code
 }
 
 // isKnownRollback tells whether an error of COMMIT says for sure that nothing is committed: the server has answered with an

@@ -3,15 +3,12 @@ package postgres
 import (
 	"errors"
 	"fmt"
-	"strings"
 	"time"
-	"unicode/utf8"
 
 	"github.com/jackc/pgx/v5"
-)
 
-// maxName is the longest identifier that PostgreSQL keeps whole; longer ones are cut without an error.
-const maxName = 63
+	"github.com/watermill-idempotency/idempotency/internal/pgschema"
+)
 
 // Option configures [New] and [Migrate]: give both the same. Where an option is given twice, the last one wins.
 type Option interface{ apply(*config) }
@@ -21,14 +18,13 @@ type optionFunc func(*config)
 func (f optionFunc) apply(c *config) { f(c) }
 
 type config struct {
-	schema         *string
-	prefix         string
+	names          pgschema.Names
 	isolation      pgx.TxIsoLevel
 	acquireTimeout time.Duration
 }
 
 func newConfig(opts []Option) (config, error) {
-	c := config{prefix: "idempotency_", acquireTimeout: 30 * time.Second}
+	c := config{names: pgschema.Names{Prefix: pgschema.DefaultPrefix}, acquireTimeout: 30 * time.Second}
 	for _, opt := range opts {
 		if opt == nil {
 			return config{}, errors.New("an option is nil")
@@ -41,12 +37,12 @@ func newConfig(opts []Option) (config, error) {
 // WithSchema names the schema of the tables. The default is the first schema of the search path, looked up once, when the
 // store opens: what a handler does to the search path of its connection later changes nothing.
 func WithSchema(name string) Option {
-	return optionFunc(func(c *config) { c.schema = &name })
+	return optionFunc(func(c *config) { c.names.Schema = &name })
 }
 
 // WithTablePrefix sets what the names of the tables begin with. The default is "idempotency_"; "" is allowed.
 func WithTablePrefix(prefix string) Option {
-	return optionFunc(func(c *config) { c.prefix = prefix })
+	return optionFunc(func(c *config) { c.names.Prefix = prefix })
 }
 
 // WithIsolation sets the isolation level of the transactions. The default is what the server, database or role has as
@@ -65,17 +61,7 @@ func WithAcquireTimeout(d time.Duration) Option {
 
 // validate reports all mistakes at once.
 func (c *config) validate() error {
-	var errs []error
-	if c.schema != nil {
-		if err := checkName(*c.schema, maxName); err != nil {
-			errs = append(errs, fmt.Errorf("WithSchema: %w", err))
-		}
-	}
-	if c.prefix != "" {
-		if err := checkName(c.prefix, maxName-len(producedTable)); err != nil {
-			errs = append(errs, fmt.Errorf("WithTablePrefix: %w", err))
-		}
-	}
+	errs := c.names.Validate()
 	switch c.isolation {
 	case "", pgx.ReadUncommitted, pgx.ReadCommitted, pgx.RepeatableRead, pgx.Serializable:
 	default:
@@ -85,16 +71,4 @@ func (c *config) validate() error {
 		errs = append(errs, fmt.Errorf("WithAcquireTimeout: %v is not positive", c.acquireTimeout))
 	}
 	return errors.Join(errs...)
-}
-
-func checkName(name string, limit int) error {
-	switch {
-	case name == "":
-		return errors.New("it is empty")
-	case len(name) > limit:
-		return fmt.Errorf("%q has %d bytes, %d are allowed", name, len(name), limit)
-	case strings.IndexByte(name, 0) >= 0 || !utf8.ValidString(name):
-		return fmt.Errorf("%q is not UTF-8 without NUL", name)
-	}
-	return nil
 }

@@ -13,6 +13,7 @@ import (
 
 	"github.com/watermill-idempotency/idempotency"
 	"github.com/watermill-idempotency/idempotency/internal/metadata"
+	"github.com/watermill-idempotency/idempotency/internal/pgschema"
 )
 
 // Store is an [idempotency.Store] on PostgreSQL. Handlers get a [pgx.Tx]. It is safe for concurrent use.
@@ -45,8 +46,8 @@ const (
 	endsUncommitted = "rollback"
 )
 
-// New returns a store on the pool, after it has checked what would lose messages later: [ErrSchema], [ErrNotDurable],
-// [ErrReadOnly] and [ErrPrivilege]. It creates no tables, see [Migrate]. The pool stays the caller's to close; it needs a
+// New returns a store on the pool, after it has checked what would lose messages later: [idempotency.ErrSchema],
+// [idempotency.ErrNotDurable], [idempotency.ErrReadOnly] and [idempotency.ErrPrivilege]. It creates no tables, see [Migrate]. The pool stays the caller's to close; it needs a
 // connection for each message in flight.
 func New(ctx context.Context, pool *pgxpool.Pool, opts ...Option) (*Store, error) {
 	if pool == nil {
@@ -56,11 +57,11 @@ func New(ctx context.Context, pool *pgxpool.Pool, opts ...Option) (*Store, error
 	if err != nil {
 		return nil, fmt.Errorf("postgres: New: %w", err)
 	}
-	t, err := c.tables(ctx, pool)
+	t, err := c.names.Resolve(ctx, db{pool})
 	if err != nil {
 		return nil, fmt.Errorf("postgres: New: %w", err)
 	}
-	if err := check(ctx, pool, t); err != nil {
+	if err := pgschema.Check(ctx, db{pool}, t); err != nil {
 		return nil, fmt.Errorf("postgres: New: %w", err)
 	}
 	return &Store{
@@ -68,20 +69,20 @@ func New(ctx context.Context, pool *pgxpool.Pool, opts ...Option) (*Store, error
 		txOptions:      pgx.TxOptions{IsoLevel: c.isolation, CommitQuery: commitIfHeld},
 		acquireTimeout: c.acquireTimeout,
 		sql: statements{
-			claim: "insert into " + t.claim + " (subscriber_id, event_id, topic, fingerprint) values ($1, $2, $3, $4)" +
+			claim: "insert into " + t.Claim + " (subscriber_id, event_id, topic, fingerprint) values ($1, $2, $3, $4)" +
 				" on conflict do nothing returning " + mark,
-			record: "select claimed_at, topic, fingerprint from " + t.claim + " where subscriber_id = $1 and event_id = $2",
-			produced: "select uuid, metadata, payload from " + t.produced +
+			record: "select claimed_at, topic, fingerprint from " + t.Claim + " where subscriber_id = $1 and event_id = $2",
+			produced: "select uuid, metadata, payload from " + t.Produced +
 				" where subscriber_id = $1 and event_id = $2 order by position",
-			produce: "insert into " + t.produced + " (subscriber_id, event_id, position, uuid, metadata, payload)" +
+			produce: "insert into " + t.Produced + " (subscriber_id, event_id, position, uuid, metadata, payload)" +
 				" select $1, $2, m.position, m.uuid, m.metadata, m.payload" +
 				" from rows from (pg_catalog.unnest($3::text[]), pg_catalog.unnest($4::bytea[]), pg_catalog.unnest($5::bytea[])) with ordinality m (uuid, metadata, payload, position)",
 			// In the order of the key, so that two instances do not wait for each other.
-			acked: "with acked as (select p.ctid from " + t.produced + " p" +
+			acked: "with acked as (select p.ctid from " + t.Produced + " p" +
 				" join (select distinct subscriber_id, event_id from rows from (pg_catalog.unnest($1::text[]), pg_catalog.unnest($2::text[])) k (subscriber_id, event_id)) k" +
 				" on p.subscriber_id = k.subscriber_id and p.event_id = k.event_id" +
 				" order by p.subscriber_id, p.event_id, p.position for update of p)" +
-				" delete from " + t.produced + " p using acked where p.ctid = acked.ctid",
+				" delete from " + t.Produced + " p using acked where p.ctid = acked.ctid",
 		},
 	}, nil
 }

@@ -11,6 +11,7 @@ import (
 
 	"github.com/watermill-idempotency/idempotency"
 	"github.com/watermill-idempotency/idempotency/internal/metadata"
+	"github.com/watermill-idempotency/idempotency/internal/sqlstate"
 )
 
 // tx is a transaction that holds a claim. It owns the connection until it ends.
@@ -96,7 +97,7 @@ func (t *tx) commitError(err error) error {
 	switch {
 	case errors.Is(err, pgx.ErrTxCommitRollback):
 		return fmt.Errorf("%w: %w", idempotency.ErrRolledBack, err)
-	case hasState(err, divisionByZero) && t.conn.Conn().PgConn().TxStatus() == 'E':
+	case sqlstate.Of(err) == sqlstate.DivisionByZero && t.conn.Conn().PgConn().TxStatus() == 'E':
 		// It was the check of commitIfHeld, before the COMMIT; a deferred trigger that divides by zero ends the transaction.
 		return fmt.Errorf("%w: the handler executed COMMIT or ROLLBACK and began another one: %w", idempotency.ErrTxEnded, errHandler)
 	case isKnownRollback(err):
