@@ -2,10 +2,14 @@
 
 GOLANGCI_LINT ?= go run github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 GOTESTSUM     ?= go run gotest.tools/gotestsum@v1.13.0
+BENCHSTAT     ?= go run golang.org/x/perf/cmd/benchstat@v0.0.0-20260908200009-22c9c6c9d4da
 
 # More arguments for go test, such as TESTFLAGS='-run TestRouter -v', and for make bench.
 TESTFLAGS  ?=
 BENCHFLAGS ?=
+
+# How often make bench runs all benchmarks. benchstat gives an interval and a p-value from 6 on.
+BENCHCOUNT ?= 6
 
 # The root module has no dependency but Watermill; what needs more is a module of its own.
 MODULES := $(dir $(wildcard go.mod examples/go.mod integration/go.mod))
@@ -41,9 +45,16 @@ test: services ## Start the services, then run all tests of all modules with the
 test-short: ## Run the tests that need no server.
 	@$(call run-tests,-race -short)
 
+# All benchmarks run in turn, BENCHCOUNT times, so that what changes on the machine meanwhile changes all of them.
 .PHONY: bench
-bench: services ## Run the benchmarks against the services.
-	@. '$(SERVICES_DIR)/env' && cd integration && go test -run '^$$' -bench . -benchmem $(BENCHFLAGS) ./bench/...
+bench: SHELL := bash
+bench: services ## Run the benchmarks BENCHCOUNT times against the services, then compare the implementations.
+	@set -eo pipefail; . '$(SERVICES_DIR)/env'; : >'$(SERVICES_DIR)/bench.txt'; \
+	for ((i = 1; i <= $(BENCHCOUNT); i++)); do \
+		echo "--- run $$i of $(BENCHCOUNT)"; \
+		(cd integration && go test -run '^$$' -bench . -benchmem $(BENCHFLAGS) ./bench/...) | tee -a '$(SERVICES_DIR)/bench.txt'; \
+	done; \
+	$(BENCHSTAT) -col /impl '$(SERVICES_DIR)/bench.txt'
 
 .PHONY: lint
 lint: ## Run go vet and golangci-lint in all modules.
