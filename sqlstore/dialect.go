@@ -1,0 +1,67 @@
+package sqlstore
+
+import (
+	"context"
+	"database/sql"
+	"fmt"
+	"strings"
+
+	"github.com/watermill-idempotency/idempotency"
+)
+
+// Dialect is a database engine: [PostgreSQL] or [SQLite]. It is sealed, and safe for concurrent use.
+type Dialect interface {
+	// String returns the name of the engine.
+	fmt.Stringer
+
+	// validate reports what in the options does not fit the engine.
+	validate(c *config) []error
+	// open resolves the names of the tables and checks what would lose or double messages later.
+	open(ctx context.Context, db *sql.DB, c *config) (statements, error)
+	// migrate creates what is missing.
+	migrate(ctx context.Context, conn *sql.Conn, c *config) error
+	// claim begins t and inserts the claim, and leaves a mark in the transaction. It returns false for a duplicate; t
+	// is begun then, too. After an error the caller rolls back.
+	claim(ctx context.Context, t *tx, c idempotency.Claim) (claimed bool, err error)
+	// guard looks for the mark: errUnmarked if it is gone, errAborted if the transaction can only be rolled back.
+	guard(ctx context.Context, t *tx) error
+	// uncommitted tells whether nothing is committed for sure, after COMMIT has returned err.
+	uncommitted(ctx context.Context, t *tx, err error) bool
+	// classify tells what a code of the engine means. An error without one is idempotency.FaultOther.
+	classify(err error) idempotency.Fault
+}
+
+// statements are the texts for one pair of tables. They take subscriber ID and event ID first.
+type statements struct {
+	claim   string // and topic, fingerprint: one row if it is new
+	bounded string // the same for a bounded claim, if that is another one
+	record  string // one row for each produced message, one with nulls if there is none, none if there is no claim
+	produce bulk   // and position, uuid, metadata, payload
+	acked   bulk
+}
+
+// bulk is a statement over rows of values, whose number varies.
+type bulk struct {
+	head, tail  string
+	columns     int
+	placeholder func(n int) string
+}
+
+func (b bulk) text(rows int) string {
+	var s strings.Builder
+	s.WriteString(b.head)
+	for n := range rows * b.columns {
+		switch {
+		case n == 0:
+			s.WriteString("(")
+		case n%b.columns == 0:
+			s.WriteString("), (")
+		default:
+			s.WriteString(", ")
+		}
+		s.WriteString(b.placeholder(n + 1))
+	}
+	s.WriteString(")")
+	s.WriteString(b.tail)
+	return s.String()
+}

@@ -1,0 +1,2 @@
+// Package sqlstore is the store on database/sql.
+package sqlstore

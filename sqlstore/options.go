@@ -1,0 +1,74 @@
+package sqlstore
+
+import (
+	"database/sql"
+	"errors"
+	"fmt"
+	"time"
+)
+
+// Option configures [New] and [Migrate]: give both the same. Where an option is given twice, the last one wins.
+type Option interface{ apply(*config) }
+
+type optionFunc func(*config)
+
+func (f optionFunc) apply(c *config) { f(c) }
+
+type config struct {
+	schema         *string
+	prefix         string
+	isolation      sql.IsolationLevel
+	acquireTimeout time.Duration
+}
+
+func newConfig(db *sql.DB, d Dialect, opts []Option) (config, error) {
+	c := config{prefix: "idempotency_", acquireTimeout: 30 * time.Second}
+	if db == nil {
+		return c, errors.New("the *sql.DB is nil")
+	}
+	if d == nil {
+		return c, errors.New("the dialect is nil: use PostgreSQL() or SQLite()")
+	}
+	for _, opt := range opts {
+		if opt == nil {
+			return c, errors.New("an option is nil")
+		}
+		opt.apply(&c)
+	}
+	return c, c.validate(d)
+}
+
+// WithSchema names the schema of the tables on PostgreSQL. The default is the first schema of the search path, looked up
+// once, when the store opens: what a handler does to the search path of its connection later changes nothing. SQLite has
+// no schemas: the tables are in its main database, and the option is an error.
+func WithSchema(name string) Option {
+	return optionFunc(func(c *config) { c.schema = &name })
+}
+
+// WithTablePrefix sets what the names of the tables begin with. The default is "idempotency_"; "" is allowed.
+func WithTablePrefix(prefix string) Option {
+	return optionFunc(func(c *config) { c.prefix = prefix })
+}
+
+// WithIsolation sets the isolation level of the transactions. The default is that of the database. Under
+// sql.LevelRepeatableRead and sql.LevelSerializable of PostgreSQL, a claim that waited for another one fails with SQLSTATE
+// 40001, and the middleware tries again. SQLite is always serializable, and takes that level or the default.
+func WithIsolation(level sql.IsolationLevel) Option {
+	return optionFunc(func(c *config) { c.isolation = level })
+}
+
+// WithAcquireTimeout bounds the wait for a connection of the pool. The default is 30 s; it must be positive. A pool that
+// is smaller than the number of messages in flight makes messages wait; a handler that takes a second connection of the
+// same pool can make them wait for each other, which this ends.
+func WithAcquireTimeout(d time.Duration) Option {
+	return optionFunc(func(c *config) { c.acquireTimeout = d })
+}
+
+// validate reports all mistakes at once.
+func (c *config) validate(d Dialect) error {
+	errs := d.validate(c)
+	if c.acquireTimeout <= 0 {
+		errs = append(errs, fmt.Errorf("WithAcquireTimeout: %v is not positive", c.acquireTimeout))
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,191 @@
+package sqlstore
+
+import (
+	"context"
+	"database/sql"
+	"errors"
+	"fmt"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/watermill-idempotency/idempotency"
+	"github.com/watermill-idempotency/idempotency/internal/pgschema"
+	"github.com/watermill-idempotency/idempotency/internal/sqlstate"
+)
+
+// PostgreSQL is the dialect of PostgreSQL 13 and newer. The tables are those of package postgres, so that a service can go
+// from one to the other. It is tested with the driver pgx/v5/stdlib; drivers whose errors have a method SQLState, such as
+// lib/pq, should do as well.
+func PostgreSQL() Dialect { return postgreSQL{} }
+
+type postgreSQL struct{}
+
+// String implements [fmt.Stringer].
+func (postgreSQL) String() string { return "PostgreSQL" }
+
+// claimMark is the number of the transaction: it tells, also after ROLLBACK AND CHAIN, whether the one that is committed
+// is the one that holds the claim.
+const (
+	claimMark = "pg_catalog.pg_current_xact_id()::pg_catalog.text"
+	findMark  = "select pg_catalog.pg_current_xact_id_if_assigned()::pg_catalog.text"
+)
+
+func (postgreSQL) validate(c *config) []error {
+	errs := names(c).Validate()
+	switch c.isolation {
+	case sql.LevelDefault, sql.LevelReadUncommitted, sql.LevelReadCommitted, sql.LevelRepeatableRead, sql.LevelSerializable:
+	case sql.LevelWriteCommitted, sql.LevelSnapshot, sql.LevelLinearizable:
+		errs = append(errs, fmt.Errorf("WithIsolation: PostgreSQL has no level %q", c.isolation))
+	default:
+		errs = append(errs, fmt.Errorf("WithIsolation: %q is not an isolation level", c.isolation))
+	}
+	return errs
+}
+
+func names(c *config) pgschema.Names { return pgschema.Names{Schema: c.schema, Prefix: c.prefix} }
+
+func (postgreSQL) open(ctx context.Context, db *sql.DB, c *config) (statements, error) {
+	conn, err := acquire(ctx, db, c.acquireTimeout)
+	if err != nil {
+		return statements{}, err
+	}
+	defer func() { _ = conn.Close() }()
+	t, err := names(c).Resolve(ctx, pgDB{conn})
+	if err != nil {
+		return statements{}, err
+	}
+	if err := pgschema.Check(ctx, pgDB{conn}, t); err != nil {
+		return statements{}, err
+	}
+	placeholder := func(n int) string { return "$" + strconv.Itoa(n) }
+	return statements{
+		claim: "insert into " + t.Claim + " (subscriber_id, event_id, topic, fingerprint) values ($1, $2, $3, $4)" +
+			" on conflict do nothing returning " + claimMark,
+		// The lock timeout is set before the row is inserted, and what the session had is put back for the handler.
+		bounded: "with bound as materialized (select pg_catalog.current_setting('lock_timeout') as unbound," +
+			" pg_catalog.set_config('lock_timeout', $5, true) as bound)" +
+			" insert into " + t.Claim + " (subscriber_id, event_id, topic, fingerprint)" +
+			" select $1::pg_catalog.text, $2::pg_catalog.text, $3::pg_catalog.text, $4::pg_catalog.bytea from bound" +
+			" on conflict do nothing returning " + claimMark + ", pg_catalog.set_config('lock_timeout', (select unbound from bound), true)",
+		record: "select c.claimed_at, c.topic, c.fingerprint, p.uuid, p.metadata, p.payload from " + t.Claim + " c" +
+			" left join " + t.Produced + " p on p.subscriber_id = c.subscriber_id and p.event_id = c.event_id" +
+			" where c.subscriber_id = $1 and c.event_id = $2 order by p.position",
+		produce: bulk{
+			head:    "insert into " + t.Produced + " (subscriber_id, event_id, position, uuid, metadata, payload) values ",
+			columns: 6, placeholder: placeholder,
+		},
+		// Rows are found by place, and so locked in the order of their places: two instances do not wait for each other.
+		acked: bulk{
+			head: "delete from " + t.Produced + " where ctid = any(array(select ctid from " + t.Produced + " where (subscriber_id, event_id) in (",
+			tail: ")))", columns: 2, placeholder: placeholder,
+		},
+	}, nil
+}
+
+func (postgreSQL) migrate(ctx context.Context, conn *sql.Conn, c *config) error {
+	tx, err := conn.BeginTx(ctx, nil)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = tx.Rollback() }()
+	if err := names(c).Migrate(ctx, pgDB{tx}); err != nil {
+		return err
+	}
+	return tx.Commit()
+}
+
+func (postgreSQL) claim(ctx context.Context, t *tx, c idempotency.Claim) (claimed bool, err error) {
+	if err := t.begin(ctx); err != nil {
+		return false, err
+	}
+	limit, bounded := c.InFlight.Limit()
+	if bounded {
+		var restored string
+		err = t.tx.QueryRowContext(ctx, t.store.sql.bounded, c.SubscriberID, c.EventID, c.Topic, nullable(c.Fingerprint), milliseconds(limit)).
+			Scan(&t.mark, &restored)
+	} else {
+		err = t.tx.QueryRowContext(ctx, t.store.sql.claim, c.SubscriberID, c.EventID, c.Topic, nullable(c.Fingerprint)).Scan(&t.mark)
+	}
+	switch {
+	case err == nil:
+		return true, nil
+	case errors.Is(err, sql.ErrNoRows):
+		return false, nil
+	case bounded && sqlstate.Of(err) == sqlstate.LockNotAvailable:
+		return false, fmt.Errorf("%w after %v: %w", idempotency.ErrInFlight, limit, err)
+	}
+	return false, err
+}
+
+func milliseconds(limit time.Duration) string {
+	limit = max(limit, failFast)
+	return strconv.FormatInt((limit + time.Millisecond - 1).Milliseconds(), 10)
+}
+
+// nullable lets no driver mistake nil for empty.
+func nullable(b []byte) any {
+	if b == nil {
+		return nil
+	}
+	return b
+}
+
+func (postgreSQL) guard(ctx context.Context, t *tx) error {
+	var mark sql.NullString
+	err := t.tx.QueryRowContext(ctx, findMark).Scan(&mark)
+	switch code := sqlstate.Of(err); {
+	case err == nil && mark.String == t.mark:
+		return nil
+	case err == nil:
+		return errUnmarked
+	case errors.Is(err, sql.ErrTxDone):
+		return err
+	case code == sqlstate.InFailedTransaction:
+		return fmt.Errorf("%w: %w", errAborted, err)
+	case code == "" && ctx.Err() == nil && t.rollback(ctx) == nil && t.conn.PingContext(ctx) == nil:
+		// The connection is well, once database/sql has closed the rows. Drivers say of it what would read as a lost one.
+		return fmt.Errorf("%w: %v", errBusy, err) //nolint:errorlint // see above
+	}
+	return err
+}
+
+// uncommitted is true if the server has answered with an error and goes on. After the other ones the session is gone, and
+// the commit may have come first.
+func (postgreSQL) uncommitted(_ context.Context, _ *tx, err error) bool {
+	code := sqlstate.Of(err)
+	if code == "" {
+		return false
+	}
+	for _, class := range []string{"08", "53", "57P", "58", "F0", "XX"} {
+		if strings.HasPrefix(code, class) {
+			return false
+		}
+	}
+	return true
+}
+
+func (postgreSQL) classify(err error) idempotency.Fault { return sqlstate.Classify(sqlstate.Of(err)) }
+
+// pgDB is a connection or a transaction as package pgschema wants it.
+type pgDB struct {
+	sql interface {
+		ExecContext(ctx context.Context, query string, args ...any) (sql.Result, error)
+		QueryRowContext(ctx context.Context, query string, args ...any) *sql.Row
+	}
+}
+
+// Exec implements [pgschema.DB].
+func (d pgDB) Exec(ctx context.Context, text string, args ...any) error {
+	_, err := d.sql.ExecContext(ctx, text, args...)
+	return err
+}
+
+// QueryRow implements [pgschema.DB].
+func (d pgDB) QueryRow(ctx context.Context, text string, args []any, dest ...any) error {
+	err := d.sql.QueryRowContext(ctx, text, args...).Scan(dest...)
+	if errors.Is(err, sql.ErrNoRows) {
+		return pgschema.ErrNoRows
+	}
+	return err
+}
