@@ -60,6 +60,18 @@ var (
 	ErrProducedInvalid = errors.New("the handler returned messages that cannot be stored")
 )
 
+// Errors about the database, found when a store opens. Each would lose or double messages later, or fail each of them.
+var (
+	// ErrSchema means that the tables are missing, or not what this version needs.
+	ErrSchema = errors.New("the tables are not as they must be")
+	// ErrNotDurable means that a commit does not survive a crash, so that a message would be acked and its effect lost.
+	ErrNotDurable = errors.New("commits are not durable")
+	// ErrReadOnly means that the server or the session cannot write.
+	ErrReadOnly = errors.New("the database is read-only")
+	// ErrPrivilege means that the role lacks a privilege on the tables.
+	ErrPrivilege = errors.New("a privilege is missing")
+)
+
 // Op is the step at which a message failed.
 type Op string
 

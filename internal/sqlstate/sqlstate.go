@@ -1,0 +1,44 @@
+// Package sqlstate knows what the codes of PostgreSQL's errors mean for a claim.
+package sqlstate
+
+import (
+	"errors"
+	"strings"
+
+	"github.com/watermill-idempotency/idempotency"
+)
+
+// Codes, from appendix A of PostgreSQL's manual.
+const (
+	DivisionByZero       = "22012"
+	ReadOnly             = "25006"
+	InFailedTransaction  = "25P02"
+	SerializationFailure = "40001"
+	DeadlockDetected     = "40P01"
+	LockNotAvailable     = "55P03"
+
+	classConnection = "08"
+	classResources  = "53"
+	classShutdown   = "57P"
+)
+
+// Of returns the code of an error, or "". Errors of pgx and of lib/pq have it.
+func Of(err error) string {
+	var coded interface{ SQLState() string }
+	if errors.As(err, &coded) {
+		return coded.SQLState()
+	}
+	return ""
+}
+
+// Classify tells what a code means for the message at hand.
+func Classify(code string) idempotency.Fault {
+	switch {
+	case code == SerializationFailure, code == DeadlockDetected:
+		return idempotency.FaultConflict
+	case code == LockNotAvailable, code == ReadOnly,
+		strings.HasPrefix(code, classConnection), strings.HasPrefix(code, classResources), strings.HasPrefix(code, classShutdown):
+		return idempotency.FaultUnavailable
+	}
+	return idempotency.FaultOther
+}
