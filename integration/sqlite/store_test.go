@@ -10,6 +10,7 @@ import (
 	"go.uber.org/goleak"
 	_ "modernc.org/sqlite"
 
+	"github.com/watermill-idempotency/idempotency"
 	"github.com/watermill-idempotency/idempotency/sqlstore"
 	"github.com/watermill-idempotency/idempotency/storetest"
 )
@@ -33,7 +34,7 @@ func newFile(t *testing.T) string {
 }
 
 // openDB returns a pool that is closed with the test.
-func openDB(t *testing.T, dsn string, conns int) *sql.DB {
+func openDB(t testing.TB, dsn string, conns int) *sql.DB {
 	t.Helper()
 	db, err := sql.Open("sqlite", dsn)
 	require.NoError(t, err)
@@ -110,4 +111,8 @@ func TestStoreKeepsTheContract(t *testing.T) {
 			})
 		})
 	}
+}
+
+func claimOf(eventID string) idempotency.Claim {
+	return idempotency.Claim{Key: idempotency.Key{SubscriberID: "shipping", EventID: eventID}, Topic: "orders"}
 }
