@@ -93,7 +93,7 @@ func TestMarshalerKeepsWhatAMQPHas(t *testing.T) {
 	require.Equal(t, "c", publishing.CorrelationId)
 	require.Equal(t, "application/json", publishing.ContentType)
 	require.Equal(t, sent, publishing.Timestamp)
-	require.Equal(t, uint8(amqp091.Persistent), publishing.DeliveryMode)
+	require.Equal(t, amqp091.Persistent, publishing.DeliveryMode)
 	require.NotContains(t, publishing.Headers, "x-death", "what the broker owns is not sent again")
 	require.NotContains(t, publishing.Headers, "x-first-death-queue")
 	again, err := Marshaler{}.Unmarshal(amqp091.Delivery{

@@ -99,7 +99,7 @@ func consume(ctx context.Context, file string, protect bool, c *counts) (err err
 	}
 
 	service := &service{counts: c}
-	handler := service.unprotected(db)
+	handler := service.unprotected(db) //nolint:contextcheck // it takes the message's
 	var inside []message.HandlerMiddleware
 	if protect {
 		handler = idempotency.ConsumerHandler(service.createLabel)
@@ -214,7 +214,8 @@ func (c *counts) Observe(_ context.Context, e idempotency.Event) {
 		c.processed.Add(1)
 	case idempotency.Duplicate:
 		c.duplicates.Add(1)
-	default:
+	case idempotency.HandlerFailed, idempotency.HandlerPanicked, idempotency.Transient, idempotency.Permanent,
+		idempotency.ClaimInFlight, idempotency.Retried, idempotency.CommitUnknown:
 		c.failed.Add(1)
 	}
 }
