@@ -10,7 +10,6 @@ import (
 	"os/user"
 	"path/filepath"
 	"strconv"
-	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -24,59 +23,11 @@ import (
 	"github.com/watermill-idempotency/idempotency/internal/pgtest"
 )
 
-// wire counts round trips: a write that follows a read, or the first one, begins one.
-type wire struct {
-	trips atomic.Int64
-	// onWrite, if it is set, sees what the client sends, and may send it instead, and break the connection.
-	onWrite atomic.Pointer[func(conn net.Conn, data []byte) (handled bool)]
-}
-
-func (w *wire) config(t *testing.T, conns int32) *pgxpool.Config {
-	t.Helper()
-	config := pgtest.Config(t, conns)
-	config.ConnConfig.DialFunc = func(ctx context.Context, network, addr string) (net.Conn, error) {
-		conn, err := (&net.Dialer{}).DialContext(ctx, network, addr)
-		return &wireConn{Conn: conn, wire: w, reading: true}, err
-	}
-	return config
-}
-
-type wireConn struct {
-	net.Conn
-	wire    *wire
-	reading bool
-}
-
-func (c *wireConn) Write(data []byte) (int, error) {
-	if fn := c.wire.onWrite.Load(); fn != nil {
-		if (*fn)(c.Conn, data) {
-			return len(data), nil
-		}
-	}
-	if c.reading {
-		c.wire.trips.Add(1)
-		c.reading = false
-	}
-	return c.Conn.Write(data)
-}
-
-func (c *wireConn) Read(data []byte) (int, error) {
-	n, err := c.Conn.Read(data)
-	c.reading = c.reading || n > 0
-	return n, err
-}
-
-func (w *wire) count(fn func()) int {
-	before := w.trips.Load()
-	fn()
-	return int(w.trips.Load() - before)
-}
-
 // A new message costs the round trips of the plain transaction that its handler needs anyway, a duplicate two.
 func TestRoundTrips(t *testing.T) {
 	t.Parallel()
-	w := &wire{}
-	b := open(t, w.config(t, 1))
+	w := &pgtest.Wire{}
+	b := open(t, w.Config(t, 1))
 	plain := func(name string) func() {
 		return func() {
 			require.NoError(t, pgx.BeginFunc(t.Context(), b.pool, func(tx pgx.Tx) error { return b.Write(t.Context(), tx, name) }))
@@ -111,20 +62,20 @@ func TestRoundTrips(t *testing.T) {
 		warm()
 	}
 	produced = 0
-	require.Equal(t, 3, w.count(plain("plain")), "BEGIN, the handler's statement, COMMIT")
-	require.Equal(t, 3, w.count(deliver("1")), "BEGIN and the claim, the handler's statement, COMMIT")
-	require.Equal(t, 2, w.count(deliver("1")), "a duplicate: BEGIN and the claim; the record and ROLLBACK")
-	require.Equal(t, 3, w.count(deliverBounded("1")), "a bounded wait costs none")
+	require.Equal(t, 3, w.Count(plain("plain")), "BEGIN, the handler's statement, COMMIT")
+	require.Equal(t, 3, w.Count(deliver("1")), "BEGIN and the claim, the handler's statement, COMMIT")
+	require.Equal(t, 2, w.Count(deliver("1")), "a duplicate: BEGIN and the claim; the record and ROLLBACK")
+	require.Equal(t, 3, w.Count(deliverBounded("1")), "a bounded wait costs none")
 	produced = 3
-	require.Equal(t, 4, w.count(deliver("2")), "produced messages cost one, however many")
-	require.Equal(t, 2, w.count(deliver("2")))
+	require.Equal(t, 4, w.Count(deliver("2")), "produced messages cost one, however many")
+	require.Equal(t, 2, w.Count(deliver("2")))
 }
 
 // A transaction ID is what a transaction that writes gets: a duplicate gets none, so it cannot have written WAL.
 func TestDuplicateWritesNoWAL(t *testing.T) {
 	t.Parallel()
-	w := &wire{}
-	b := open(t, w.config(t, 1))
+	w := &pgtest.Wire{}
+	b := open(t, w.Config(t, 1))
 	tx, _ := b.claim(t, claimOf("1"))
 	require.NoError(t, tx.Commit(t.Context(), []*message.Message{message.NewMessage("1", nil)}))
 
@@ -158,30 +109,12 @@ func TestTrap03_LostCommitAnswer(t *testing.T) {
 	for _, applied := range []bool{true, false} {
 		t.Run(fmt.Sprintf("applied=%v", applied), func(t *testing.T) {
 			t.Parallel()
-			w := &wire{}
-			b := open(t, w.config(t, 1))
+			w := &pgtest.Wire{}
+			b := open(t, w.Config(t, 1))
 			handle := b.middleware(t).Middleware(idempotency.Handler(func(ctx context.Context, tx pgx.Tx, msg *message.Message) ([]*message.Message, error) {
 				return []*message.Message{message.NewMessage("produced", nil)}, b.Write(ctx, tx, msg.UUID)
 			}))
-			cut := func(conn net.Conn, data []byte) bool {
-				if !bytes.Contains(data, []byte("; commit")) {
-					return false
-				}
-				w.onWrite.Store(nil)
-				sent := len(data)
-				if !applied {
-					sent /= 2
-				}
-				_, err := conn.Write(data[:sent])
-				require.NoError(t, err)
-				if applied { // the server has committed once it answers
-					_, err = conn.Read(make([]byte, 1024))
-					require.NoError(t, err)
-				}
-				require.NoError(t, conn.Close())
-				return true
-			}
-			w.onWrite.Store(&cut)
+			w.CutCommit(applied)
 			out, err := handle(newMessage("1"))
 			require.ErrorIs(t, err, idempotency.ErrCommitUnknown)
 			require.True(t, idempotency.IsTransient(err))
