@@ -68,14 +68,16 @@ func (p *polls) wait(t *testing.T) {
 func TestTrap26_ReversedCommitsAreBothForwarded(t *testing.T) {
 	t.Parallel()
 	forEachStore(t, func(t *testing.T, b *bundle) {
+		t.Helper()
 		var looks polls
 		var to broker
 		stop := b.forward(t, &to, outbox.WithLogger(&looks))
-		require.NoError(t, b.handleOnly(t, "1", func(ctx context.Context) error {
+		require.NoError(t, b.handle(t, "1", func(ctx context.Context) error {
 			if err := b.pub.Publish("labels", newMessage(ctx, "began first")); err != nil {
 				return err
 			}
-			if err := b.handleOnly(t, "2", func(ctx context.Context) error {
+			//nolint:contextcheck // it is another message
+			if err := b.handle(t, "2", func(ctx context.Context) error {
 				return b.pub.Publish("labels", newMessage(ctx, "committed first"))
 			}); err != nil {
 				return err
@@ -97,7 +99,7 @@ func TestTrap26_LongTransactionDelaysForwarding(t *testing.T) {
 	b.forward(t, &to)
 	publish := func(text string) time.Time {
 		begin := time.Now()
-		require.NoError(t, b.handleOnly(t, text, func(ctx context.Context) error {
+		require.NoError(t, b.handle(t, text, func(ctx context.Context) error {
 			return b.pub.Publish("labels", newMessage(ctx, text))
 		}))
 		t.Logf("handler %q: %v", text, time.Since(begin))
@@ -123,7 +125,7 @@ func TestTrap26_LongTransactionDelaysForwarding(t *testing.T) {
 }
 
 // While the broker does not take a message, it stays, and so does the order.
-func TestTrap27_MessagesStayUntilTheBrokerHasThem(t *testing.T) {
+func TestMessagesStayUntilTheBrokerHasThem(t *testing.T) {
 	t.Parallel()
 	b := setup(t, "pgx")
 	want := b.store10(t)
@@ -225,7 +227,7 @@ func TestKilledForwarderRepeatsWithTheSameUUIDs(t *testing.T) {
 	b := setup(t, "pgx")
 	want := b.store10(t)
 
-	child := exec.CommandContext(t.Context(), os.Args[0]) //nolint:gosec // this test binary
+	child := exec.CommandContext(t.Context(), os.Args[0])
 	child.Env = append(os.Environ(), childSchema+"="+b.schema)
 	child.Stderr = os.Stderr
 	stdout, err := child.StdoutPipe()

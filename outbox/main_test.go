@@ -44,7 +44,7 @@ type bundle struct {
 	db     *sql.DB
 	schema string
 	store  idempotency.Store
-	pub    *outbox.Publisher
+	pub    message.Publisher
 	table  string
 }
 
@@ -92,7 +92,7 @@ func setupWith(t *testing.T, store string, config *pgxpool.Config) *bundle {
 	return b
 }
 
-func (b *bundle) publisher(t *testing.T, opts ...outbox.PublisherOption) *outbox.Publisher {
+func (b *bundle) publisher(t *testing.T, opts ...outbox.PublisherOption) message.Publisher {
 	t.Helper()
 	pub, err := outbox.New(t.Context(), b.db, append(opts, outbox.WithSchema(b.schema))...)
 	require.NoError(t, err)
@@ -100,22 +100,15 @@ func (b *bundle) publisher(t *testing.T, opts ...outbox.PublisherOption) *outbox
 }
 
 // handle runs a handler once under the middleware.
-func (b *bundle) handle(t *testing.T, eventID string, handler message.HandlerFunc, opts ...idempotency.Option) ([]*message.Message, error) {
+func (b *bundle) handle(t *testing.T, eventID string, handler func(ctx context.Context) error) error {
 	t.Helper()
-	opts = append([]idempotency.Option{idempotency.WithSubscriberID("shipping"), idempotency.WithLogger(watermill.NopLogger{})}, opts...)
-	idem, err := idempotency.New(b.store, opts...)
+	idem, err := idempotency.New(b.store, idempotency.WithSubscriberID("shipping"), idempotency.WithLogger(watermill.NopLogger{}))
 	require.NoError(t, err)
 	msg := message.NewMessageWithContext(t.Context(), "uuid", nil)
 	msg.Metadata.Set(idempotency.EventIDMetadata, eventID)
-	return idem.Middleware(handler)(msg)
-}
-
-// handleOnly is handle for a handler that returns no messages.
-func (b *bundle) handleOnly(t *testing.T, eventID string, handler func(ctx context.Context) error, opts ...idempotency.Option) error {
-	t.Helper()
-	_, err := b.handle(t, eventID, func(msg *message.Message) ([]*message.Message, error) {
+	_, err = idem.Middleware(func(msg *message.Message) ([]*message.Message, error) {
 		return nil, handler(msg.Context())
-	}, opts...)
+	})(msg)
 	return err
 }
 

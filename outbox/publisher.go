@@ -80,7 +80,7 @@ func (p *Publisher) Publish(topic string, messages ...*message.Message) error {
 	}
 	err := prepare(topic, messages)
 	if err == nil {
-		err = p.publish(topic, messages)
+		err = p.publish(messages[0].Context(), topic, messages)
 	}
 	if err != nil {
 		return fmt.Errorf("outbox: publish to topic %q: %w", topic, err)
@@ -88,11 +88,11 @@ func (p *Publisher) Publish(topic string, messages ...*message.Message) error {
 	return nil
 }
 
-func (p *Publisher) publish(topic string, messages []*message.Message) error {
-	ctx := messages[0].Context()
+//nolint:contextcheck // ctx is the messages'
+func (p *Publisher) publish(ctx context.Context, topic string, messages []*message.Message) error {
 	claim, inside := idempotency.ClaimFromContext(ctx)
 	for i, msg := range messages {
-		if other, in := idempotency.ClaimFromContext(msg.Context()); in != inside || other.Key != claim.Key { //nolint:contextcheck // it is the message's own
+		if other, in := idempotency.ClaimFromContext(msg.Context()); in != inside || other.Key != claim.Key {
 			return fmt.Errorf("%w: message %d belongs to another transaction than message 0: call SetContext on each, or publish them one by one", idempotency.ErrNoTx, i)
 		}
 	}
@@ -176,11 +176,13 @@ func check(msg *message.Message) error {
 // collector is the publisher inside of Watermill's, which makes the envelopes.
 type collector struct{ envelopes []*message.Message }
 
+// Publish implements message.Publisher.
 func (c *collector) Publish(_ string, envelopes ...*message.Message) error {
 	c.envelopes = envelopes
 	return nil
 }
 
+// Close implements message.Publisher.
 func (c *collector) Close() error { return nil }
 
 // envelop wraps the messages as Watermill's forwarder unwraps them. An envelope has a UUID of its own, of the 36 characters

@@ -34,6 +34,7 @@ type (
 func TestBusesPublishInTheHandlersTransaction(t *testing.T) {
 	t.Parallel()
 	forEachStore(t, func(t *testing.T, b *bundle) {
+		t.Helper()
 		marshaler := cqrs.JSONMarshaler{GenerateName: cqrs.StructName}
 		events, err := cqrs.NewEventBusWithConfig(b.pub, cqrs.EventBusConfig{
 			GeneratePublishTopic: func(p cqrs.GenerateEventPublishTopicParams) (string, error) { return p.EventName, nil },
@@ -65,7 +66,7 @@ func TestBusesPublishInTheHandlersTransaction(t *testing.T) {
 		attempts := 0
 		require.NoError(t, processor.AddHandlers(cqrs.NewEventHandler("create-label", func(ctx context.Context, e *OrderPaid) error {
 			attempts++
-			committed <- b.rows(t)
+			committed <- b.rows(t) //nolint:contextcheck // it looks from outside
 			err := errors.Join(
 				events.Publish(ctx, &LabelCreated{e.Order}),
 				commands.Send(ctx, &NotifyBuyer{e.Order}),
@@ -105,6 +106,7 @@ func TestBusesPublishInTheHandlersTransaction(t *testing.T) {
 func TestReturnedMessagesGoIntoTheOutbox(t *testing.T) {
 	t.Parallel()
 	forEachStore(t, func(t *testing.T, b *bundle) {
+		t.Helper()
 		router, err := message.NewRouter(message.RouterConfig{}, watermill.NopLogger{})
 		require.NoError(t, err)
 		source := gochannel.NewGoChannel(gochannel.Config{Persistent: true}, watermill.NopLogger{})
@@ -153,17 +155,18 @@ func TestOutsideOfATransaction(t *testing.T) {
 	require.Equal(t, []string{"labels: first", "labels: second"}, b.forwardedTexts(t))
 
 	// A handler that has returned is not outside: what it publishes late belonged to its transaction.
-	var late context.Context
-	require.NoError(t, b.handleOnly(t, "1", func(ctx context.Context) error { late = ctx; return nil }))
-	require.ErrorIs(t, own.Publish("labels", newMessage(late, "late")), idempotency.ErrTxEnded)
+	late := make(chan *message.Message, 1)
+	require.NoError(t, b.handle(t, "1", func(ctx context.Context) error { late <- newMessage(ctx, "late"); return nil }))
+	require.ErrorIs(t, own.Publish("labels", <-late), idempotency.ErrTxEnded)
 
 	// One call, one transaction.
-	require.ErrorIs(t, b.handleOnly(t, "2", func(ctx context.Context) error {
-		return own.Publish("labels", newMessage(ctx, "inside"), newMessage(t.Context(), "outside"))
+	outside := newMessage(t.Context(), "outside")
+	require.ErrorIs(t, b.handle(t, "2", func(ctx context.Context) error {
+		return own.Publish("labels", newMessage(ctx, "inside"), outside)
 	}), idempotency.ErrNoTx)
 
 	// In a handler the option changes nothing.
-	require.ErrorIs(t, b.handleOnly(t, "3", func(ctx context.Context) error {
+	require.ErrorIs(t, b.handle(t, "3", func(ctx context.Context) error {
 		return errors.Join(own.Publish("labels", newMessage(ctx, "rolled back")), errPrinter)
 	}), errPrinter)
 	require.Equal(t, 3, b.rows(t), "the two, and the last of forwarded")
@@ -173,7 +176,7 @@ func TestOtherStoresAreRefused(t *testing.T) {
 	t.Parallel()
 	b := setup(t, "pgx")
 	b.store = idempotencytest.NewMemStore()
-	err := b.handleOnly(t, "1", func(ctx context.Context) error { return b.pub.Publish("labels", newMessage(ctx, "")) })
+	err := b.handle(t, "1", func(ctx context.Context) error { return b.pub.Publish("labels", newMessage(ctx, "")) })
 	require.ErrorIs(t, err, idempotency.ErrNoTx)
 	require.ErrorContains(t, err, "*idempotencytest.MemTx")
 }
@@ -212,11 +215,11 @@ func TestTrap26_WhatCannotBeStoredDoesNotReachTheDatabase(t *testing.T) {
 		},
 		"more than there are parameters": {topic: "labels", msgs: many(40_000), want: 40_000},
 	}
-	b := setup(t, "pgx")
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
-			before := b.rows(t)
-			require.NoError(t, b.handleOnly(t, name, func(ctx context.Context) error {
+			t.Parallel()
+			b := setup(t, "pgx")
+			require.NoError(t, b.handle(t, name, func(ctx context.Context) error {
 				for _, msg := range test.msgs {
 					if msg != nil {
 						msg.SetContext(ctx)
@@ -230,7 +233,7 @@ func TestTrap26_WhatCannotBeStoredDoesNotReachTheDatabase(t *testing.T) {
 				_, err = tx.Exec(ctx, "select 1") // the transaction goes on
 				return err
 			}))
-			require.Equal(t, test.want, b.rows(t)-before)
+			require.Equal(t, test.want, b.rows(t))
 		})
 	}
 }
@@ -247,8 +250,9 @@ func many(n int) []*message.Message {
 func TestMessagesAreForwardedAsTheyWere(t *testing.T) {
 	t.Parallel()
 	forEachStore(t, func(t *testing.T, b *bundle) {
+		t.Helper()
 		var want []*message.Message
-		require.NoError(t, b.handleOnly(t, "1", func(ctx context.Context) error {
+		require.NoError(t, b.handle(t, "1", func(ctx context.Context) error {
 			for i := range 250 {
 				msg := newMessage(ctx, fmt.Sprintf("%d\x00\xff<&>", i))
 				msg.Metadata.Set("name\x00<&>\u2028", "välue\x00")
@@ -280,7 +284,7 @@ func TestEveryExecMode(t *testing.T) {
 			config := pgtest.Config(t, 4)
 			config.ConnConfig.DefaultQueryExecMode = mode
 			b := setupWith(t, "pgx", config)
-			require.NoError(t, b.handleOnly(t, "1", func(ctx context.Context) error {
+			require.NoError(t, b.handle(t, "1", func(ctx context.Context) error {
 				return b.pub.Publish("labels", newMessage(ctx, "first\x00"), newMessage(ctx, "second"))
 			}))
 			require.Equal(t, []string{"labels: first\x00", "labels: second"}, b.forwardedTexts(t))
@@ -292,7 +296,7 @@ func TestEveryExecMode(t *testing.T) {
 func TestSearchPathOfASessionDoesNotMatter(t *testing.T) {
 	t.Parallel()
 	b := setup(t, "pgx")
-	require.NoError(t, b.handleOnly(t, "1", func(ctx context.Context) error {
+	require.NoError(t, b.handle(t, "1", func(ctx context.Context) error {
 		tx, err := idempotency.TxFromContext[pgx.Tx](ctx)
 		if err != nil {
 			return err
@@ -308,7 +312,7 @@ func TestSearchPathOfASessionDoesNotMatter(t *testing.T) {
 func TestClosingDoesNotMakePublishFail(t *testing.T) {
 	t.Parallel()
 	b := setup(t, "pgx")
-	require.NoError(t, b.handleOnly(t, "1", func(ctx context.Context) error {
+	require.NoError(t, b.handle(t, "1", func(ctx context.Context) error {
 		return errors.Join(b.pub.Close(), b.pub.Publish("labels", newMessage(ctx, "first")))
 	}))
 	require.Equal(t, 1, b.rows(t))

@@ -10,6 +10,7 @@ import (
 	watermillsql "github.com/ThreeDotsLabs/watermill-sql/v3/pkg/sql"
 
 	"github.com/watermill-idempotency/idempotency"
+	"github.com/watermill-idempotency/idempotency/internal/sqlstate"
 )
 
 const (
@@ -18,6 +19,8 @@ const (
 
 	// migrationLock is the key of the advisory lock that lets one instance migrate at a time.
 	migrationLock = 0x6f7574626f78 // "outbox"
+
+	insufficientPrivilege = "42501"
 )
 
 // tables are the quoted and qualified names of the tables of a watermill-sql topic.
@@ -129,7 +132,6 @@ func (c *config) migrate(ctx context.Context, db *sql.DB) error {
 // come before them, and never be forwarded.
 func (t tables) foreign(ctx context.Context, db queryer) (foreign bool, err error) {
 	next := "pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot())"
-	//nolint:gosec // the names are quoted
 	err = db.QueryRowContext(ctx, "select exists (select from "+t.messages+" where transaction_id >= "+next+")"+
 		" or exists (select from "+t.offsets+" where last_processed_transaction_id >= "+next+")").Scan(&foreign)
 	return foreign, err
@@ -232,33 +234,32 @@ func checkSession(ctx context.Context, db *sql.DB) error {
 
 func checkTable(ctx context.Context, db *sql.DB, table, privileges, columns string) error {
 	var persistence, missing, payload string
-	var usage, privileged bool
+	var privileged bool
 	err := db.QueryRowContext(ctx, `select c.relpersistence::text,
 		pg_catalog.array_to_string(array(
 			select w from pg_catalog.regexp_split_to_table($3, ',') w
 			except select a.attname from pg_catalog.pg_attribute a where a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped), ', '),
 		coalesce((select a.atttypid::pg_catalog.regtype::text from pg_catalog.pg_attribute a
 			where a.attrelid = c.oid and a.attname = 'payload' and not a.attisdropped), 'bytea'),
-		pg_catalog.has_schema_privilege(c.relnamespace, 'usage'),
 		(select pg_catalog.bool_and(pg_catalog.has_table_privilege(c.oid, p)) from pg_catalog.regexp_split_to_table($2, ',') p)
 		and ($2 <> 'insert' or not exists (select from pg_catalog.pg_depend d
 			join pg_catalog.pg_class s on s.oid = d.objid
 			where d.refobjid = c.oid and case s.relkind when 'S' then not pg_catalog.has_sequence_privilege(s.oid, 'usage') end))
 		from pg_catalog.pg_class c where c.oid = pg_catalog.to_regclass($1)`, table, privileges, columns).
-		Scan(&persistence, &missing, &payload, &usage, &privileged)
+		Scan(&persistence, &missing, &payload, &privileged)
 	switch {
 	case errors.Is(err, sql.ErrNoRows):
 		return fmt.Errorf("%w: %s does not exist: call Migrate with the same options", idempotency.ErrSchema, table)
-	case err != nil:
+	case err != nil && sqlstate.Of(err) != insufficientPrivilege:
 		return err
+	case err != nil || !privileged:
+		return fmt.Errorf("%w: the role needs usage on the schema of %s, %s on the table, and to insert usage on its sequence", idempotency.ErrPrivilege, table, privileges)
 	case missing != "":
 		return fmt.Errorf("%w: %s lacks the columns %s: it is not a table of watermill-sql/v3: choose another topic by WithTopic", idempotency.ErrSchema, table, missing)
 	case payload != "bytea":
 		return fmt.Errorf("%w: the payload of %s is %s, not bytea: choose another topic by WithTopic, or alter the column", idempotency.ErrSchema, table, payload)
 	case persistence != "p":
 		return fmt.Errorf("%w: %s is not a permanent table (relpersistence %q): alter table %s set logged", idempotency.ErrNotDurable, table, persistence, table)
-	case !usage || !privileged:
-		return fmt.Errorf("%w: the role needs %s on %s, usage on its schema, and usage on its sequence to insert", idempotency.ErrPrivilege, privileges, table)
 	}
 	return nil
 }

@@ -65,14 +65,8 @@ func requireIs(t *testing.T, err, want error, text string) {
 func TestTrap26_MissingPrivilegesAreFoundWhenItOpens(t *testing.T) {
 	t.Parallel()
 	b := setup(t, "pgx")
-	conn, err := b.db.Conn(t.Context())
-	require.NoError(t, err)
 	role := b.schema + "_role"
-	_, err = conn.ExecContext(t.Context(), "create role "+role)
-	if err != nil {
-		t.Skip("cannot create roles")
-	}
-	require.NoError(t, conn.Close())
+	b.exec(t, "create role "+role)
 	t.Cleanup(func() {
 		ctx := context.WithoutCancel(t.Context())
 		_, err := b.db.ExecContext(ctx, "drop owned by "+role+"; drop role "+role)
@@ -88,6 +82,7 @@ func TestTrap26_MissingPrivilegesAreFoundWhenItOpens(t *testing.T) {
 		_, err := outbox.New(t.Context(), db, outbox.WithSchema(b.schema))
 		return err
 	}
+	require.ErrorIs(t, open(), idempotency.ErrPrivilege)
 	b.exec(t, "grant usage on schema {s} to "+role)
 	require.ErrorIs(t, open(), idempotency.ErrPrivilege)
 	b.exec(t, "grant insert on {s}.watermill_outbox to "+role)
