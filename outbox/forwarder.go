@@ -24,10 +24,14 @@ type Forwarder struct{ forwarder *forwarder.Forwarder }
 // NewForwarder returns a forwarder from the outbox to pub, after it has checked the tables as [New] does. It starts no
 // goroutine, see [Forwarder.Run]. db and pub stay the caller's to close; the forwarder holds one connection of db.
 //
-// pub must return nil only for what its broker has stored: for AMQP with publisher confirms (watermill-amqp's
-// PublishConfig.ConfirmDelivery, and not Transactional, which hides errors), for Kafka with acks from all replicas
-// (sarama's Producer.RequiredAcks = WaitForAll, where Watermill's default is WaitForLocal). Otherwise messages are lost
-// between the outbox and the broker.
+// pub must return nil only for what its broker has stored, or messages are lost between the outbox and the broker:
+//
+//   - AMQP: publisher confirms (PublishConfig.ConfirmDelivery of watermill-amqp), not Transactional, which hides errors; and
+//     a queue that exists, because RabbitMQ drops what leads to no queue, and confirms it
+//   - Kafka: acks from all replicas (Producer.RequiredAcks = sarama.WaitForAll, where the default is one), and topics with a
+//     min.insync.replicas of two
+//
+// The example outbox of this repository does so.
 func NewForwarder(ctx context.Context, db *sql.DB, pub message.Publisher, opts ...ForwarderOption) (*Forwarder, error) {
 	c, err := newConfig(opts)
 	if pub == nil {
