@@ -73,11 +73,11 @@ func checkConn(ctx context.Context, conn *sql.Conn) (inMemory bool, err error) {
 	case queryOnly != 0:
 		return false, fmt.Errorf("%w: the connection says query_only: take it out of the DSN", idempotency.ErrReadOnly)
 	case !inMemory && !strings.EqualFold(journalMode, "wal"):
-		return false, fmt.Errorf("%w: journal_mode is %s, so that readers and the writer block each other: set it to WAL in the DSN (modernc.org/sqlite: _pragma=journal_mode(WAL))", ErrSettings, journalMode)
+		return false, fmt.Errorf("%w: journal_mode is %s, so that readers and the writer block each other: set it to WAL in the DSN (modernc.org/sqlite: _pragma=journal_mode(WAL); mattn/go-sqlite3: _journal_mode=WAL)", ErrSettings, journalMode)
 	case !inMemory && synchronous < 2:
-		return false, fmt.Errorf("%w: synchronous is %d, so that a power failure loses commits whose messages are acked: set it to FULL, the default, in the DSN", idempotency.ErrNotDurable, synchronous)
+		return false, fmt.Errorf("%w: synchronous is %d, so that a power failure loses commits whose messages are acked: set it to FULL in the DSN (modernc.org/sqlite: _pragma=synchronous(FULL); mattn/go-sqlite3: _synchronous=FULL)", idempotency.ErrNotDurable, synchronous)
 	case busyTimeout <= 0:
-		return false, fmt.Errorf("%w: busy_timeout is 0, so that statements fail while a message is processed: set it in the DSN, for every connection (modernc.org/sqlite: _pragma=busy_timeout(5000))", ErrSettings)
+		return false, fmt.Errorf("%w: busy_timeout is 0, so that statements fail while a message is processed: set it in the DSN, for every connection (modernc.org/sqlite: _pragma=busy_timeout(5000); mattn/go-sqlite3: _busy_timeout=5000)", ErrSettings)
 	}
 	return inMemory, nil
 }
@@ -111,7 +111,7 @@ func checkSQLiteTable(ctx context.Context, conn *sql.Conn, table, key string, ot
 
 // checkWritable takes the write lock, for nothing. If it is taken, somebody can write.
 func checkWritable(ctx context.Context, conn *sql.Conn, table string) error {
-	_, err := conn.ExecContext(ctx, "delete from "+mainTable(table)+" where false")
+	_, err := conn.ExecContext(ctx, "delete from "+mainTable(table)+" where false") //nolint:gosec // the name is quoted
 	switch {
 	case primaryCode(err) == codeReadOnly:
 		return fmt.Errorf("%w: the file or its folder is not writable, or the DSN says so: %w", idempotency.ErrReadOnly, err)

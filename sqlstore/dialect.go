@@ -27,8 +27,8 @@ type Dialect interface {
 	guard(ctx context.Context, t *tx) error
 	// uncommitted tells whether nothing is committed for sure, after COMMIT has returned err.
 	uncommitted(ctx context.Context, t *tx, err error) bool
-	// classify tells what a code of the engine means. An error without one is idempotency.FaultOther.
-	classify(err error) idempotency.Fault
+	// classify tells what the engine's code in an error means, and whether there is one.
+	classify(err error) (fault idempotency.Fault, known bool)
 }
 
 // statements are the texts for one pair of tables. They take subscriber ID and event ID first.

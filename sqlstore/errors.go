@@ -40,7 +40,7 @@ func (s *Store) Classify(err error) idempotency.Fault {
 	if errors.Is(err, ErrPoolExhausted) {
 		return idempotency.FaultUnavailable
 	}
-	if fault := s.dialect.classify(err); fault != idempotency.FaultOther {
+	if fault, known := s.dialect.classify(err); known {
 		return fault
 	}
 	if errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/stretchr/testify/require"
 
 	"github.com/watermill-idempotency/idempotency"
@@ -29,6 +30,7 @@ const (
 type line struct {
 	statement string
 	fault     atomic.Int32
+	sent      atomic.Int32 // how often something was sent
 }
 
 func (l *line) dial(ctx context.Context, network, address string) (net.Conn, error) {
@@ -43,6 +45,7 @@ type lineConn struct {
 }
 
 func (c *lineConn) Write(b []byte) (int, error) {
+	c.line.sent.Add(1)
 	if !bytes.Contains(b, []byte(c.line.statement)) {
 		return c.Conn.Write(b)
 	}
@@ -152,4 +155,30 @@ func TestTrap11_ServerThatHangsIsNotWaitedForForEver(t *testing.T) {
 			b.requireCommitted(t, 0, 0, 0)
 		})
 	}
+}
+
+// Each time that something is sent is a round trip; the documentation tells how many.
+func TestRoundTrips(t *testing.T) {
+	t.Parallel()
+	b, l := openOnLine(t, "commit")
+	process := func(c idempotency.Claim, produced ...*message.Message) int32 {
+		before := l.sent.Load()
+		tx, record, err := b.store.Claim(t.Context(), c)
+		require.NoError(t, err)
+		if record == nil {
+			require.NoError(t, tx.Commit(t.Context(), produced))
+		}
+		return l.sent.Load() - before
+	}
+	bounded := claimOf("bounded 1")
+	bounded.InFlight = idempotency.FailFast()
+	process(claimOf("1"), newMessage("1")) // statements are prepared
+	process(claimOf("1"))
+	process(bounded)
+	bounded.EventID = "bounded 2"
+
+	require.EqualValues(t, 4, process(claimOf("2")), "BEGIN, claim, guard, COMMIT")
+	require.EqualValues(t, 4, process(bounded), "BEGIN, claim, guard, COMMIT")
+	require.EqualValues(t, 5, process(claimOf("3"), newMessage("1")), "BEGIN, claim, guard, produced, COMMIT")
+	require.EqualValues(t, 4, process(claimOf("2")), "BEGIN, claim, record, ROLLBACK")
 }

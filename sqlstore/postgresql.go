@@ -15,8 +15,8 @@ import (
 )
 
 // PostgreSQL is the dialect of PostgreSQL 13 and newer. The tables are those of package postgres, so that a service can go
-// from one to the other. It is tested with the driver pgx/v5/stdlib; drivers whose errors have a method SQLState, such as
-// lib/pq, should do as well.
+// from one to the other. It is tested with the driver pgx/v5/stdlib, and has passed the same suite with lib/pq 1.12.3.
+// Others will do if their errors have a method SQLState() string.
 func PostgreSQL() Dialect { return postgreSQL{} }
 
 type postgreSQL struct{}
@@ -165,7 +165,10 @@ func (postgreSQL) uncommitted(_ context.Context, _ *tx, err error) bool {
 	return true
 }
 
-func (postgreSQL) classify(err error) idempotency.Fault { return sqlstate.Classify(sqlstate.Of(err)) }
+func (postgreSQL) classify(err error) (fault idempotency.Fault, known bool) {
+	code := sqlstate.Of(err)
+	return sqlstate.Classify(code), code != ""
+}
 
 // pgDB is a connection or a transaction as package pgschema wants it.
 type pgDB struct {

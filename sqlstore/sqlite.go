@@ -19,9 +19,9 @@ import (
 //go:embed migrations/sqlite/*.sql
 var sqliteMigrations embed.FS
 
-// SQLite is the dialect of SQLite 3.35 and newer. It is tested with the driver modernc.org/sqlite; other drivers whose
-// errors tell SQLite's result code, as a method Code or as a field or method ExtendedCode, such as mattn/go-sqlite3 and
-// ncruces/go-sqlite3, should do as well.
+// SQLite is the dialect of SQLite 3.35 and newer. It is tested with the driver modernc.org/sqlite, and has passed the same
+// suite with mattn/go-sqlite3 1.14.53 and ncruces/go-sqlite3 0.37.0. Others will do if their errors tell SQLite's result
+// code, as a method Code() int, or as a field or method ExtendedCode.
 func SQLite() Dialect { return sqlite{} }
 
 type sqlite struct{}
@@ -218,15 +218,16 @@ const (
 	codeBusySnapshot = codeBusy | 2<<8
 )
 
-func (sqlite) classify(err error) idempotency.Fault {
-	if resultCode(err) == codeBusySnapshot {
-		return idempotency.FaultConflict
+func (sqlite) classify(err error) (fault idempotency.Fault, known bool) {
+	code := resultCode(err)
+	if code == codeBusySnapshot {
+		return idempotency.FaultConflict, true
 	}
-	switch primaryCode(err) {
+	switch code & 0xff {
 	case codeBusy, codeLocked, codeReadOnly, codeIOErr, codeFull, codeCantOpen:
-		return idempotency.FaultUnavailable
+		return idempotency.FaultUnavailable, true
 	}
-	return idempotency.FaultOther
+	return idempotency.FaultOther, code != 0
 }
 
 func isBusy(err error) bool {
@@ -238,13 +239,23 @@ func primaryCode(err error) int { return resultCode(err) & 0xff }
 
 // resultCode returns SQLite's code, extended if the driver has it, or 0.
 func resultCode(err error) int {
-	var coded interface{ Code() int }
-	if errors.As(err, &coded) {
+	if err == nil {
+		return 0
+	}
+	if coded, ok := err.(interface{ Code() int }); ok {
 		return coded.Code()
 	}
-	for ; err != nil; err = errors.Unwrap(err) {
-		if code, ok := extendedCode(reflect.ValueOf(err)); ok {
-			return code
+	if code, ok := extendedCode(reflect.ValueOf(err)); ok {
+		return code
+	}
+	switch wrapper := err.(type) { //nolint:errorlint // errors.As cannot look for a field, so this looks through wrapping itself
+	case interface{ Unwrap() error }:
+		return resultCode(wrapper.Unwrap())
+	case interface{ Unwrap() []error }:
+		for _, wrapped := range wrapper.Unwrap() {
+			if code := resultCode(wrapped); code != 0 {
+				return code
+			}
 		}
 	}
 	return 0
@@ -252,11 +263,15 @@ func resultCode(err error) int {
 
 // extendedCode reads an integer of that name, without knowing the driver.
 func extendedCode(err reflect.Value) (int, bool) {
-	value := reflect.Value{}
-	if method := err.MethodByName("ExtendedCode"); method.IsValid() && method.Type().NumIn() == 0 && method.Type().NumOut() == 1 {
+	var value reflect.Value
+	method := err.MethodByName("ExtendedCode")
+	switch {
+	case method.IsValid() && method.Type().NumIn() == 0 && method.Type().NumOut() == 1:
 		value = method.Call(nil)[0]
-	} else if err = reflect.Indirect(err); err.Kind() == reflect.Struct {
-		value = err.FieldByName("ExtendedCode")
+	case err.Kind() == reflect.Uint16 && err.MethodByName("Code").IsValid():
+		value = err // ncruces/go-sqlite3 has errors that are nothing but a code
+	case reflect.Indirect(err).Kind() == reflect.Struct:
+		value = reflect.Indirect(err).FieldByName("ExtendedCode")
 	}
 	switch {
 	case !value.IsValid():

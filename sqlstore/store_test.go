@@ -60,8 +60,10 @@ func open(t *testing.T, config *pgx.ConnConfig, conns int, opts ...sqlstore.Opti
 		Backend: storetest.Backend{
 			Store: store,
 			Write: func(ctx context.Context, tx any, name string) error {
-				_, err := tx.(*sql.Tx).ExecContext(ctx, "insert into "+effect+" values ($1)", name)
-				return err
+				return onTx(func(ctx context.Context, tx *sql.Tx) error {
+					_, err := tx.ExecContext(ctx, "insert into "+effect+" values ($1)", name)
+					return err
+				})(ctx, tx)
 			},
 			Effects: func(ctx context.Context) (map[string]int, error) {
 				rows, err := db.QueryContext(ctx, "select name, count(*) from "+effect+" group by name")
@@ -92,26 +94,48 @@ func open(t *testing.T, config *pgx.ConnConfig, conns int, opts ...sqlstore.Opti
 				"rollback and chain":  execute("rollback and chain"),
 				"commit and chain":    execute("commit and chain"),
 				"rollback, and begin": execute("rollback; begin; create temporary table x ()"),
-				"Rollback":            func(_ context.Context, tx any) error { return tx.(*sql.Tx).Rollback() },
-				"Commit":              func(_ context.Context, tx any) error { return tx.(*sql.Tx).Commit() },
+				"Rollback":            callRollback,
+				"Commit":              callCommit,
 			},
 			Disconnect: func(ctx context.Context, tx any) error {
 				var pid int
-				if err := tx.(*sql.Tx).QueryRowContext(ctx, "select pg_backend_pid()").Scan(&pid); err != nil {
+				err := onTx(func(ctx context.Context, tx *sql.Tx) error {
+					return tx.QueryRowContext(ctx, "select pg_backend_pid()").Scan(&pid)
+				})(ctx, tx)
+				if err != nil {
 					return err
 				}
-				_, err := db.ExecContext(ctx, "select pg_terminate_backend($1, 10000)", pid)
+				_, err = db.ExecContext(ctx, "select pg_terminate_backend($1, 10000)", pid)
 				return err
 			},
 		},
 	}
 }
 
-func execute(text string) func(ctx context.Context, tx any) error {
-	return func(ctx context.Context, tx any) error {
-		_, err := tx.(*sql.Tx).ExecContext(ctx, text)
-		return err
+// onTx is what a handler does with the transaction that [idempotency.Tx.Raw] returns.
+func onTx(do func(ctx context.Context, tx *sql.Tx) error) func(ctx context.Context, raw any) error {
+	return func(ctx context.Context, raw any) error {
+		tx, ok := raw.(*sql.Tx)
+		if !ok {
+			return fmt.Errorf("the transaction is a %T", raw)
+		}
+		return do(ctx, tx)
 	}
+}
+
+func execute(text string) func(ctx context.Context, raw any) error {
+	return onTx(func(ctx context.Context, tx *sql.Tx) error {
+		_, err := tx.ExecContext(ctx, text)
+		return err
+	})
+}
+
+func callCommit(ctx context.Context, raw any) error {
+	return onTx(func(_ context.Context, tx *sql.Tx) error { return tx.Commit() })(ctx, raw)
+}
+
+func callRollback(ctx context.Context, raw any) error {
+	return onTx(func(_ context.Context, tx *sql.Tx) error { return tx.Rollback() })(ctx, raw)
 }
 
 func TestStoreKeepsTheContract(t *testing.T) {
@@ -120,6 +144,7 @@ func TestStoreKeepsTheContract(t *testing.T) {
 		t.Run("isolation "+level.String(), func(t *testing.T) {
 			t.Parallel()
 			storetest.Run(t, func(t *testing.T) storetest.Backend {
+				t.Helper()
 				return open(t, parse(t, pgtest.URLVariable), 16, sqlstore.WithIsolation(level)).Backend
 			})
 		})
@@ -128,6 +153,7 @@ func TestStoreKeepsTheContract(t *testing.T) {
 		t.Run(mode.String(), func(t *testing.T) {
 			t.Parallel()
 			storetest.Run(t, func(t *testing.T) storetest.Backend {
+				t.Helper()
 				config := parse(t, pgtest.URLVariable)
 				config.DefaultQueryExecMode = mode
 				return open(t, config, 16).Backend
@@ -137,6 +163,7 @@ func TestStoreKeepsTheContract(t *testing.T) {
 	t.Run("newest server", func(t *testing.T) {
 		t.Parallel()
 		storetest.Run(t, func(t *testing.T) storetest.Backend {
+			t.Helper()
 			return open(t, parse(t, pgtest.URL18Variable), 16).Backend
 		})
 	})

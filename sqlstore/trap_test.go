@@ -36,14 +36,15 @@ func (b backend) claim(t *testing.T, c idempotency.Claim) (idempotency.Tx, *sql.
 	tx, record, err := b.store.Claim(t.Context(), c)
 	require.NoError(t, err)
 	require.Nil(t, record)
-	return tx, tx.Raw().(*sql.Tx)
+	raw, ok := tx.Raw().(*sql.Tx)
+	require.True(t, ok)
+	return tx, raw
 }
 
 // middleware is around a handler that returns one message.
-func (b backend) middleware(t *testing.T, handler func(ctx context.Context, tx *sql.Tx) error, opts ...idempotency.Option) message.HandlerFunc {
+func (b backend) middleware(t *testing.T, handler func(ctx context.Context, tx *sql.Tx) error) message.HandlerFunc {
 	t.Helper()
-	opts = append(opts, idempotency.WithSubscriberID("shipping"), idempotency.WithLogger(watermill.NopLogger{}))
-	m, err := idempotency.New(b.store, opts...)
+	m, err := idempotency.New(b.store, idempotency.WithSubscriberID("shipping"), idempotency.WithLogger(watermill.NopLogger{}))
 	require.NoError(t, err)
 	return m.Middleware(idempotency.Handler(func(ctx context.Context, tx *sql.Tx, _ *message.Message) ([]*message.Message, error) {
 		return []*message.Message{message.NewMessage("produced", nil)}, handler(ctx, tx)
@@ -114,10 +115,10 @@ func TestTrap09_HandlerThatEndsTheTransactionIsNotAcked(t *testing.T) {
 		"rollback and chain": {end: execute("rollback and chain")},
 		"another begin":      {end: execute("rollback; begin; select pg_current_xact_id()")},
 		"mark by hand":       {end: execute("rollback; begin; set local idempotency.claim = 'held'")},
-		"Rollback":           {end: func(_ context.Context, tx any) error { return tx.(*sql.Tx).Rollback() }},
+		"Rollback":           {end: callRollback},
 		"commit":             {end: execute("commit"), effects: 1},
 		"commit and chain":   {end: execute("commit and chain"), effects: 1},
-		"Commit":             {end: func(_ context.Context, tx any) error { return tx.(*sql.Tx).Commit() }, effects: 1},
+		"Commit":             {end: callCommit, effects: 1},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

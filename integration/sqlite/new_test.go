@@ -1,6 +1,8 @@
 package sqlite_test
 
 import (
+	"database/sql"
+	"fmt"
 	"os"
 	"path/filepath"
 	"testing"
@@ -77,13 +79,13 @@ func TestInMemory(t *testing.T) {
 	require.ErrorIs(t, err, sqlstore.ErrSettings)
 	require.ErrorContains(t, err, "call db.SetMaxOpenConns(1)")
 
-	open(t, "file:TestInMemory?mode=memory&cache=shared&_pragma=busy_timeout(1000)", 2)
+	open(t, sharedMemory(), 2)
 }
 
 func TestTrap33_NamesAreQuoted(t *testing.T) {
 	t.Parallel()
 	for _, name := range []string{"", `Upper Case `, `quo"te`, `'; drop table x; --`, `select`, `ünïcödé`} {
-		t.Run(name, func(t *testing.T) {
+		t.Run("prefix "+name, func(t *testing.T) {
 			t.Parallel()
 			b := open(t, newFile(t)+"?"+settings, 1, sqlstore.WithTablePrefix(name))
 			tx, _ := b.claim(t, claimOf("1"))
@@ -116,12 +118,33 @@ func TestMigrateByManyInstancesAtOnce(t *testing.T) {
 	}
 }
 
+// fieldError has the shape of mattn/go-sqlite3's, and methodError that of ncruces/go-sqlite3's.
+type (
+	fieldError  struct{ Code, ExtendedCode int }
+	methodError struct{ code uint16 }
+)
+
+func (fieldError) Error() string            { return "of a field" }
+func (*methodError) Error() string          { return "of a method" }
+func (e *methodError) ExtendedCode() uint16 { return e.code }
+func (*methodError) Temporary() bool        { return false } // which makes it a net.Error
+func (*methodError) Timeout() bool          { return false }
+
 func TestClassifyByCode(t *testing.T) {
 	t.Parallel()
 	b := open(t, newFile(t)+"?"+settings, 1)
 	_, err := b.db.ExecContext(t.Context(), "insert into effect values (null)")
 	require.Error(t, err)
 	require.Equal(t, idempotency.FaultOther, b.store.Classify(err))
+	for code, want := range map[uint16]idempotency.Fault{
+		517: idempotency.FaultConflict, 5: idempotency.FaultUnavailable, 261: idempotency.FaultUnavailable, 6: idempotency.FaultUnavailable,
+		262: idempotency.FaultUnavailable, 8: idempotency.FaultUnavailable, 778: idempotency.FaultUnavailable, 13: idempotency.FaultUnavailable,
+		14: idempotency.FaultUnavailable, 1: idempotency.FaultOther, 19: idempotency.FaultOther, 2067: idempotency.FaultOther,
+	} {
+		for _, err := range []error{fieldError{int(code & 0xff), int(code)}, &fieldError{ExtendedCode: int(code)}, &methodError{code}} {
+			require.Equal(t, want, b.store.Classify(fmt.Errorf("%w: handler: %w", sql.ErrNoRows, err)), "%v: %d", err, code)
+		}
+	}
 	missing := openDB(t, "file:"+filepath.Join(t.TempDir(), "no", "folder.db"), 1)
 	require.Equal(t, idempotency.FaultUnavailable, b.store.Classify(missing.PingContext(t.Context())))
 

@@ -28,7 +28,9 @@ func (b backend) claim(t *testing.T, c idempotency.Claim) (idempotency.Tx, *sql.
 	tx, record, err := b.store.Claim(t.Context(), c)
 	require.NoError(t, err)
 	require.Nil(t, record)
-	return tx, tx.Raw().(*sql.Tx)
+	raw, ok := tx.Raw().(*sql.Tx)
+	require.True(t, ok)
+	return tx, raw
 }
 
 // middleware is around a handler that returns one message.
@@ -71,7 +73,7 @@ func TestTrap09_HandlerThatEndsTheTransactionIsNotAcked(t *testing.T) {
 	}{
 		"rollback":      {end: execute("rollback")},
 		"another begin": {end: execute("rollback; begin immediate")},
-		"Rollback":      {end: func(_ context.Context, tx any) error { return tx.(*sql.Tx).Rollback() }},
+		"Rollback":      {end: callRollback},
 		"swallowed error of a statement that rolls back": {end: func(ctx context.Context, tx any) error {
 			if err := execute("insert or rollback into effect values (null)")(ctx, tx); err == nil {
 				return fmt.Errorf("null was inserted")
@@ -81,7 +83,7 @@ func TestTrap09_HandlerThatEndsTheTransactionIsNotAcked(t *testing.T) {
 		"commit":                 {end: execute("commit"), effects: 1},
 		"commit, another begin":  {end: execute("commit; begin immediate"), effects: 1},
 		"commit, another insert": {end: execute("commit; begin; savepoint other"), effects: 1},
-		"Commit":                 {end: func(_ context.Context, tx any) error { return tx.(*sql.Tx).Commit() }, effects: 1},
+		"Commit":                 {end: callCommit, effects: 1},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
