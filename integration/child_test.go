@@ -1,0 +1,3 @@
+package integration_test
+
+const childVariable = "IDEMPOTENCY_TEST_CHILD"
