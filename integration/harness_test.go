@@ -83,7 +83,7 @@ func (w *world) open(t *testing.T) {
 	var err error
 	w.store, err = postgres.New(t.Context(), w.pool)
 	require.NoError(t, err)
-	w.transport = transports[w.Transport](t)
+	w.transport = transports[w.Transport](t, w.place)
 }
 
 // overTransports runs a test over each of them, or over those that are named.
@@ -119,10 +119,11 @@ type faults struct {
 // service creates a label for each order and, downstream, notes each label.
 type service struct {
 	*world
-	router *message.Router
-	idem   *idempotency.Middleware
-	done   chan error
-	once   sync.Once
+	router      *message.Router
+	createLabel *message.Handler
+	idem        *idempotency.Middleware
+	done        chan error
+	once        sync.Once
 }
 
 func (w *world) start(t *testing.T, f faults) *service {
@@ -135,6 +136,16 @@ func (w *world) start(t *testing.T, f faults) *service {
 // prepare makes the service; more handlers can be added before it runs.
 func (w *world) prepare(t *testing.T, f faults) *service {
 	t.Helper()
+	s := w.newService(t, f)
+	s.createLabel = s.router.AddHandler("create-label", w.Orders, w.subscriber(t, w.Orders), w.Labels, w.faultyPublisher(t, f), createLabel(f))
+	s.router.AddConsumerHandler("note-label", w.Labels, w.subscriber(t, w.Labels), idempotency.ConsumerHandler(noteLabel)).
+		AddMiddleware(w.recordArrival)
+	return s
+}
+
+// newService makes a service without handlers.
+func (w *world) newService(t *testing.T, f faults) *service {
+	t.Helper()
 	s := &service{world: w, done: make(chan error, 1)}
 	var err error
 	s.idem, err = idempotency.New(w.store, append([]idempotency.Option{idempotency.WithLogger(watermill.NopLogger{})}, f.options...)...)
@@ -145,16 +156,17 @@ func (w *world) prepare(t *testing.T, f faults) *service {
 	s.router.AddMiddleware(s.idem.Middleware)
 	s.router.AddMiddleware(f.inner...)
 	s.router.AddMiddleware(middleware.Recoverer)
-	s.router.AddHandler("create-label", w.Orders, w.subscriber(t, w.Orders), w.Labels, w.faultyPublisher(t, f), w.createLabel(f))
-	s.router.AddConsumerHandler("note-label", w.Labels, w.subscriber(t, w.Labels), idempotency.ConsumerHandler(noteLabel)).
-		AddMiddleware(w.recordArrival)
 	return s
 }
 
 func (s *service) run(t *testing.T) {
 	t.Helper()
 	go func() { s.done <- s.router.Run(context.WithoutCancel(t.Context())) }()
-	<-s.router.Running()
+	select {
+	case <-s.router.Running():
+	case err := <-s.done:
+		require.FailNow(t, "the router did not start", "%v", err)
+	}
 	t.Cleanup(func() { s.close(t) })
 }
 
@@ -168,7 +180,7 @@ func (s *service) close(t *testing.T) {
 	})
 }
 
-func (w *world) createLabel(f faults) message.HandlerFunc {
+func createLabel(f faults) message.HandlerFunc {
 	calls := counter()
 	return idempotency.Handler(func(ctx context.Context, tx pgx.Tx, msg *message.Message) ([]*message.Message, error) {
 		id := msg.Metadata.Get(idempotency.EventIDMetadata)

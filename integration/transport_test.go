@@ -33,12 +33,15 @@ type transport interface {
 }
 
 // transports are the kinds of brokers; each test opens its own.
-var transports = map[string]func(t *testing.T) transport{
-	"gochannel":       func(t *testing.T) transport { t.Helper(); return newChannel(t) },
-	"kafka":           func(t *testing.T) transport { t.Helper(); return newKafka(t) },
-	"rabbitmq":        func(t *testing.T) transport { t.Helper(); return newRabbit(t, nil) },
-	"rabbitmq-quorum": func(t *testing.T) transport { t.Helper(); return newRabbit(t, amqp091.Table{"x-queue-type": "quorum"}) },
-	"watermill-sql":   func(t *testing.T) transport { t.Helper(); return newSQL(t) },
+var transports = map[string]func(t *testing.T, p place) transport{
+	"gochannel": func(t *testing.T, _ place) transport { t.Helper(); return newChannel(t) },
+	"kafka":     func(t *testing.T, _ place) transport { t.Helper(); return newKafka(t) },
+	"rabbitmq":  func(t *testing.T, _ place) transport { t.Helper(); return newRabbit(t, nil) },
+	"rabbitmq-quorum": func(t *testing.T, _ place) transport {
+		t.Helper()
+		return newRabbit(t, amqp091.Table{"x-queue-type": "quorum"})
+	},
+	"watermill-sql": func(t *testing.T, p place) transport { t.Helper(); return newSQL(t, p.Schema) },
 }
 
 // setting returns the address of a broker. Without one the test fails; under -short it is skipped.
@@ -148,10 +151,10 @@ func (c *channelTransport) awaitAck(ctx context.Context, topic string, msg *mess
 // sqlTransport is watermill-sql/v3 on PostgreSQL.
 type sqlTransport struct{ db *sql.DB }
 
-func newSQL(t *testing.T) *sqlTransport {
+func newSQL(t *testing.T, schema string) *sqlTransport {
 	t.Helper()
 	config := pgtest.Config(t, 1).ConnConfig
-	config.RuntimeParams["search_path"] = pgtest.Schema(t)
+	config.RuntimeParams["search_path"] = schema
 	db := stdlib.OpenDB(*config)
 	t.Cleanup(func() { _ = db.Close() })
 	return &sqlTransport{db}

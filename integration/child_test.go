@@ -1,3 +1,0 @@
-package integration_test
-
-const childVariable = "IDEMPOTENCY_TEST_CHILD"

@@ -1,0 +1,170 @@
+package integration_test
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/watermill-idempotency/idempotency"
+)
+
+const (
+	volumeEvents     = 10_000
+	volumeDuplicates = 2_000
+	volumePartitions = 12 // of Kafka: handlers at once in a group
+	volumePrefetch   = 6  // of RabbitMQ: handlers at once in a consumer
+)
+
+// Two consumers share the work, one of them a process of its own. While handlers run, a third one joins, the first one is
+// closed and the process is killed.
+func TestVolume(t *testing.T) {
+	t.Parallel()
+	for _, name := range []string{"kafka", "rabbitmq", "rabbitmq-quorum"} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t, name, volumePartitions)
+			begun := time.Now()
+			w.publishVolume(t)
+			published := time.Now()
+			outcomes := &outcomes{}
+
+			entered := make(chan struct{})
+			var hold atomic.Bool
+			first := w.startConsumer(t, outcomes, func(ctx context.Context) error {
+				if hold.CompareAndSwap(true, false) {
+					close(entered)
+					<-ctx.Done() // and it succeeds: the commit stands, and the broker delivers again
+				}
+				return nil
+			})
+			kill := startProcess(t, child{w.place, nowhere})
+			w.awaitEffects(t, volumeEvents/5)
+			second := w.startConsumer(t, outcomes, nil)
+			w.awaitEffects(t, 2*volumeEvents/5)
+			hold.Store(true)
+			<-entered
+			first.close(t)
+			w.awaitEffects(t, 3*volumeEvents/5)
+			kill()
+			w.awaitEffects(t, volumeEvents)
+			require.Eventually(t, func() bool { return w.unacked(t, w.Orders) == 0 }, patience, 100*time.Millisecond)
+			second.close(t)
+			// An ack may have been slower than the closing.
+			for last := w.startConsumer(t, outcomes, nil); w.unacked(t, w.Orders) > 0; last = w.startConsumer(t, outcomes, nil) {
+				require.Eventually(t, func() bool { return w.unacked(t, w.Orders) == 0 }, patience, 100*time.Millisecond)
+				last.close(t)
+			}
+
+			effects, events := w.count(t, "select count(*) from effect"), w.count(t, "select count(distinct event_id) from effect")
+			t.Logf("%d messages about %d events published in %v; %d effects of %d events in %v; outcomes, without those of the killed process: %v",
+				volumeEvents+volumeDuplicates, volumeEvents, published.Sub(begun).Round(time.Millisecond),
+				effects, events, time.Since(published).Round(time.Millisecond), outcomes)
+			require.Equal(t, volumeEvents, effects)
+			require.Equal(t, volumeEvents, events)
+			require.Equal(t, volumeEvents, w.count(t, "select count(*) from idempotency_claim"))
+		})
+	}
+}
+
+func (w *world) publishVolume(t *testing.T) {
+	t.Helper()
+	messages := make([]*message.Message, 0, volumeEvents+volumeDuplicates)
+	for i := range volumeEvents {
+		messages = append(messages, newOrder(fmt.Sprint(i)))
+	}
+	for range volumeDuplicates {
+		messages = append(messages, newOrder(fmt.Sprint(rand.N(volumeEvents))))
+	}
+	rand.Shuffle(len(messages), func(i, j int) { messages[i], messages[j] = messages[j], messages[i] })
+	publisher := w.publisher(t)
+	const workers = 8
+	errs := make(chan error, workers)
+	for i := range workers {
+		go func() { errs <- publisher.Publish(w.Orders, messages[i*len(messages)/workers:(i+1)*len(messages)/workers]...) }()
+	}
+	for range workers {
+		require.NoError(t, <-errs)
+	}
+	require.NoError(t, publisher.Close())
+}
+
+// startConsumer starts a service whose only handler produces nothing.
+func (w *world) startConsumer(t *testing.T, o *outcomes, handle func(ctx context.Context) error) *service {
+	t.Helper()
+	s := w.newService(t, faults{options: []idempotency.Option{idempotency.WithObserver(o)}})
+	subscriber := w.subscriber(t, w.Orders)
+	if w.Transport != "kafka" {
+		subscriber = merged{subscriber, volumePrefetch}
+	}
+	s.router.AddConsumerHandler("create-label", w.Orders, subscriber, idempotency.ConsumerHandler(
+		func(ctx context.Context, tx pgx.Tx, msg *message.Message) error {
+			if err := write(ctx, tx, "create-label", msg.Metadata.Get(idempotency.EventIDMetadata)); err != nil || handle == nil {
+				return err
+			}
+			return handle(ctx)
+		}))
+	s.run(t)
+	return s
+}
+
+func (w *world) awaitEffects(t *testing.T, n int) {
+	t.Helper()
+	require.Eventually(t, func() bool { return w.count(t, "select count(*) from effect") >= n }, patience, 50*time.Millisecond,
+		"%v", lazy(func() string { return fmt.Sprint(w.count(t, "select count(*) from effect"), " effects") }))
+}
+
+// merged subscribes many times: watermill-amqp has one message in flight for each subscription.
+type merged struct {
+	message.Subscriber
+	n int
+}
+
+func (m merged) Subscribe(ctx context.Context, topic string) (<-chan *message.Message, error) {
+	out := make(chan *message.Message)
+	var open sync.WaitGroup
+	for range m.n {
+		in, err := m.Subscriber.Subscribe(ctx, topic)
+		if err != nil {
+			return nil, err
+		}
+		open.Go(func() {
+			for msg := range in {
+				out <- msg
+			}
+		})
+	}
+	go func() {
+		open.Wait()
+		close(out)
+	}()
+	return out, nil
+}
+
+// outcomes counts what became of deliveries.
+type outcomes struct {
+	mu     sync.Mutex
+	counts map[string]int
+}
+
+func (o *outcomes) Observe(_ context.Context, e idempotency.Event) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.counts == nil {
+		o.counts = make(map[string]int)
+	}
+	o.counts[e.Outcome.String()]++
+}
+
+func (o *outcomes) String() string {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return fmt.Sprint(o.counts)
+}
