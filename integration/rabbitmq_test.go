@@ -56,8 +56,14 @@ func (r *rabbitTransport) withChannel(t *testing.T, fn func(*amqp091.Channel)) {
 func (r *rabbitTransport) create(t *testing.T, topic string, _ int32) {
 	t.Helper()
 	r.declare(t, topic)
-	t.Cleanup(func() {
-		r.withChannel(t, func(c *amqp091.Channel) { _, _ = c.QueueDelete(topic, false, false, false) })
+	t.Cleanup(func() { r.delete(t, topic) })
+}
+
+func (r *rabbitTransport) delete(t *testing.T, topic string) {
+	t.Helper()
+	r.withChannel(t, func(c *amqp091.Channel) {
+		_, err := c.QueueDelete(topic, false, false, false)
+		require.NoError(t, err)
 	})
 }
 

@@ -1,0 +1,305 @@
+package integration_test
+
+import (
+	"context"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/ThreeDotsLabs/watermill"
+	"github.com/ThreeDotsLabs/watermill/components/cqrs"
+	"github.com/ThreeDotsLabs/watermill/message"
+	"github.com/ThreeDotsLabs/watermill/message/router/middleware"
+	"github.com/jackc/pgx/v5"
+	"github.com/stretchr/testify/require"
+
+	"github.com/watermill-idempotency/idempotency"
+)
+
+// drain waits until the orders are acked and closes the service. Only Kafka tells while a consumer runs.
+func (s *service) drain(t *testing.T) {
+	t.Helper()
+	require.Eventually(t, func() bool { return s.unacked(t, s.Orders) == 0 }, patience, 20*time.Millisecond, "%v", s.state(t))
+	s.close(t)
+	require.Zero(t, s.unacked(t, s.Orders))
+}
+
+// onCreateLabel leaves the other handlers alone.
+func onCreateLabel(m message.HandlerMiddleware) message.HandlerMiddleware {
+	return func(next message.HandlerFunc) message.HandlerFunc {
+		wrapped := m(next)
+		return func(msg *message.Message) ([]*message.Message, error) {
+			if message.HandlerNameFromCtx(msg.Context()) != "create-label" {
+				return next(msg)
+			}
+			return wrapped(msg)
+		}
+	}
+}
+
+// The middleware is on the router, and by another name on the handler. A failure between the two must undo the inner one.
+func TestTrap05_TwoInstallations(t *testing.T) {
+	t.Parallel()
+	for name, options := range map[string][]idempotency.Option{
+		"same key":    nil,
+		"another key": {idempotency.WithSubscriberPrefix("inner.")},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t, "kafka", 1)
+			inner, err := idempotency.New(w.store, append(options, idempotency.WithLogger(watermill.NopLogger{}))...)
+			require.NoError(t, err)
+			s := w.prepare(t, faults{})
+			calls := counter()
+			s.createLabel.AddMiddleware(func(next message.HandlerFunc) message.HandlerFunc {
+				return func(msg *message.Message) ([]*message.Message, error) {
+					produced, err := next(msg)
+					if err == nil && calls() == 1 {
+						return nil, errFault
+					}
+					return produced, err
+				}
+			}, inner.Middleware)
+			s.run(t)
+			w.publish(t, "1", "2", "1")
+			s.finish(t, "1", "2")
+		})
+	}
+}
+
+// Nothing can save the message, but it is told. The handler need not even fail: with the ack, the subscriber cancels the
+// message's context.
+func TestTrap07_InstantAckLosesAndIsTold(t *testing.T) {
+	t.Parallel()
+	overTransports(t, func(t *testing.T, w *world) {
+		logs := watermill.NewCaptureLogger()
+		events := make(chan idempotency.Event, 1)
+		s := w.start(t, faults{
+			outer:  []message.HandlerMiddleware{middleware.InstantAck},
+			handle: func(context.Context, pgx.Tx, int) error { return errFault },
+			options: []idempotency.Option{
+				idempotency.WithLogger(logs),
+				idempotency.WithObserver(idempotency.ObserverFunc(func(_ context.Context, e idempotency.Event) { events <- e })),
+			},
+		})
+		w.publish(t, "1")
+		e := <-events
+		require.True(t, e.EarlyAck)
+		require.NotEqual(t, idempotency.Processed, e.Outcome)
+		require.True(t, logs.HasError(e.Err), "the loss is logged")
+		require.Eventually(t, func() bool { return w.unacked(t, w.Orders) == 0 }, patience, 20*time.Millisecond)
+		s.close(t)
+		require.Zero(t, w.unacked(t, w.Orders))
+		require.Empty(t, w.effects(t, "create-label"))
+	}, "kafka", "rabbitmq")
+}
+
+type createLabelCommand struct{ Order string }
+
+// A processor that acks what fails turns the failure into nil inside the transaction.
+func TestTrap08_CommandProcessorThatAcksErrors(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, "kafka", 1)
+	s := w.newService(t, faults{})
+	processor, err := cqrs.NewCommandProcessorWithConfig(s.router, cqrs.CommandProcessorConfig{
+		GenerateSubscribeTopic: func(cqrs.CommandProcessorGenerateSubscribeTopicParams) (string, error) { return w.Orders, nil },
+		SubscriberConstructor: func(cqrs.CommandProcessorSubscriberConstructorParams) (message.Subscriber, error) {
+			return w.subscriber(t, w.Orders), nil
+		},
+		OnHandle: func(params cqrs.CommandProcessorOnHandleParams) error {
+			ctx := params.Message.Context()
+			err := params.Handler.Handle(ctx, params.Command)
+			if err != nil {
+				if markErr := idempotency.MarkRollback(ctx, err); markErr != nil {
+					return markErr
+				}
+			}
+			return err
+		},
+		Marshaler:                cqrs.JSONMarshaler{},
+		AckCommandHandlingErrors: true,
+	})
+	require.NoError(t, err)
+	calls := counter()
+	require.NoError(t, processor.AddHandlers(cqrs.NewCommandHandler("create-label", func(ctx context.Context, c *createLabelCommand) error {
+		tx, err := idempotency.TxFromContext[pgx.Tx](ctx)
+		if err != nil {
+			return err
+		}
+		if err := write(ctx, tx, "half", c.Order); err != nil {
+			return err
+		}
+		if calls() == 1 {
+			return errFault
+		}
+		return write(ctx, tx, "whole", c.Order)
+	})))
+	s.run(t)
+	msg, err := cqrs.JSONMarshaler{}.Marshal(createLabelCommand{"1"})
+	require.NoError(t, err)
+	msg.Metadata.Set(idempotency.EventIDMetadata, "1")
+	w.send(t, w.Orders, msg, msg.Copy())
+	s.drain(t)
+	require.Equal(t, map[string]int{"1": 1}, w.effects(t, "half"))
+	require.Equal(t, map[string]int{"1": 1}, w.effects(t, "whole"))
+}
+
+// Timeout leaves a cancelled context in the message. The second attempt of Retry, which does not reset it, finds a live
+// one, and a transaction of its own.
+func TestTrap14_RetryAfterTimeout(t *testing.T) {
+	t.Parallel()
+	for name, order := range map[string]func(attempts *atomic.Int32) faults{
+		"timeout inside": func(attempts *atomic.Int32) faults {
+			return faults{
+				outer: []message.HandlerMiddleware{reset(attempts), middleware.Retry{MaxRetries: 1, InitialInterval: time.Millisecond}.Middleware},
+				inner: []message.HandlerMiddleware{onCreateLabel(middleware.Timeout(200 * time.Millisecond))},
+			}
+		},
+		"timeout outside": func(attempts *atomic.Int32) faults {
+			retry := middleware.Retry{MaxRetries: 1, InitialInterval: time.Millisecond, ResetContextOnRetry: true}
+			return faults{outer: []message.HandlerMiddleware{reset(attempts), retry.Middleware, onCreateLabel(middleware.Timeout(200 * time.Millisecond))}}
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			overTransports(t, func(t *testing.T, w *world) {
+				var attempts atomic.Int32
+				f := order(&attempts)
+				f.handle = func(ctx context.Context, _ pgx.Tx, _ int) error {
+					if attempts.Add(1) > 1 {
+						return nil
+					}
+					<-ctx.Done() // the first attempt of every delivery
+					return ctx.Err()
+				}
+				s := w.start(t, f)
+				w.publish(t, "1")
+				s.finish(t, "1")
+			}, "kafka", "rabbitmq")
+		})
+	}
+}
+
+// reset begins to count anew with each delivery.
+func reset(attempts *atomic.Int32) message.HandlerMiddleware {
+	return onCreateLabel(func(next message.HandlerFunc) message.HandlerFunc {
+		return func(msg *message.Message) ([]*message.Message, error) {
+			attempts.Store(0)
+			return next(msg)
+		}
+	})
+}
+
+// watermill-amqp hands over an empty message when its channel closes, here because the queue is deleted.
+func TestTrap16_PhantomMessageIsNotPoisoned(t *testing.T) {
+	t.Parallel()
+	overTransports(t, func(t *testing.T, w *world) {
+		dead := w.publisher(t)
+		t.Cleanup(func() { _ = dead.Close() })
+		poison, err := middleware.PoisonQueueWithFilter(dead, w.Dead, func(err error) bool { return !idempotency.IsTransient(err) })
+		require.NoError(t, err)
+		phantom := make(chan struct{})
+		var once sync.Once
+		tell := func(next message.HandlerFunc) message.HandlerFunc {
+			return func(msg *message.Message) ([]*message.Message, error) {
+				empty := msg.UUID == "" && len(msg.Metadata) == 0 && len(msg.Payload) == 0
+				produced, err := next(msg)
+				if empty {
+					once.Do(func() { close(phantom) })
+				}
+				return produced, err
+			}
+		}
+		s := w.start(t, faults{outer: []message.HandlerMiddleware{tell, poison}})
+		rabbit, ok := w.transport.(*rabbitTransport)
+		require.True(t, ok)
+		rabbit.delete(t, w.Orders)
+		<-phantom
+		rabbit.declare(t, w.Orders)
+		w.publish(t, "1")
+		s.finish(t, "1")
+		require.Zero(t, w.unacked(t, w.Dead), "dead letters that nobody has sent")
+	}, "rabbitmq", "rabbitmq-quorum")
+}
+
+type orderPaid struct{ Order string }
+
+// A group of event handlers has one name in the router, and so one claim: all of it is done, or nothing.
+func TestTrap20_EventGroupHasOneClaim(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, "kafka", 1)
+	s := w.newService(t, faults{})
+	processor, err := cqrs.NewEventGroupProcessorWithConfig(s.router, cqrs.EventGroupProcessorConfig{
+		GenerateSubscribeTopic: func(cqrs.EventGroupProcessorGenerateSubscribeTopicParams) (string, error) { return w.Orders, nil },
+		SubscriberConstructor: func(cqrs.EventGroupProcessorSubscriberConstructorParams) (message.Subscriber, error) {
+			return w.subscriber(t, w.Orders), nil
+		},
+		Marshaler: cqrs.JSONMarshaler{},
+	})
+	require.NoError(t, err)
+	calls := counter()
+	handler := func(name string, fails bool) cqrs.GroupEventHandler {
+		return cqrs.NewGroupEventHandler(func(ctx context.Context, e *orderPaid) error {
+			tx, err := idempotency.TxFromContext[pgx.Tx](ctx)
+			if err != nil {
+				return err
+			}
+			if fails && calls() == 1 {
+				return errFault
+			}
+			return write(ctx, tx, name, e.Order)
+		})
+	}
+	require.NoError(t, processor.AddHandlersGroup("shipping", handler("first", false), handler("second", true)))
+	s.run(t)
+	msg, err := cqrs.JSONMarshaler{}.Marshal(orderPaid{"1"})
+	require.NoError(t, err)
+	msg.Metadata.Set(idempotency.EventIDMetadata, "1")
+	w.send(t, w.Orders, msg, msg.Copy())
+	s.drain(t)
+	require.Equal(t, map[string]int{"1": 1}, w.effects(t, "first"))
+	require.Equal(t, map[string]int{"1": 1}, w.effects(t, "second"))
+	require.Equal(t, map[string]int{"shipping": 1}, w.counts(t, "select subscriber_id, count(*) from idempotency_claim group by 1"))
+}
+
+// Two handlers have one topic: each processes each event, under its own name.
+func TestTrap20_EachHandlerHasItsClaim(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, "kafka", 1)
+	s := w.newService(t, faults{options: []idempotency.Option{idempotency.WithSubscriberPrefix("shop.")}})
+	for i, name := range []string{"create-label", "notify"} {
+		subscriber := w.subscriber(t, w.Orders+strings.Repeat("x", i)) // another group
+		s.router.AddConsumerHandler(name, w.Orders, subscriber, idempotency.ConsumerHandler(
+			func(ctx context.Context, tx pgx.Tx, msg *message.Message) error {
+				return write(ctx, tx, name, msg.Metadata.Get(idempotency.EventIDMetadata))
+			}))
+	}
+	s.run(t)
+	w.publish(t, "1", "1")
+	require.Eventually(t, func() bool { return len(w.effects(t, "notify")) == 1 }, patience, 20*time.Millisecond)
+	s.drain(t)
+	require.Equal(t, map[string]int{"1": 1}, w.effects(t, "create-label"))
+	require.Equal(t, map[string]int{"1": 1}, w.effects(t, "notify"))
+	require.Equal(t, map[string]int{"shop.create-label": 1, "shop.notify": 1}, w.counts(t, "select subscriber_id, count(*) from idempotency_claim group by 1"))
+}
+
+// After the commit nothing turns success into failure: an order is delivered once, whatever observers and hooks do.
+func TestTrap38_ObserversAndHooksThatFail(t *testing.T) {
+	t.Parallel()
+	overTransports(t, func(t *testing.T, w *world) {
+		s := w.start(t, faults{
+			handle: func(ctx context.Context, _ pgx.Tx, _ int) error {
+				if err := idempotency.AfterCommit(ctx, func(context.Context) error { panic(errFault) }); err != nil {
+					return err
+				}
+				return idempotency.AfterCommit(ctx, func(context.Context) error { return errFault })
+			},
+			options: []idempotency.Option{idempotency.WithObserver(idempotency.ObserverFunc(func(context.Context, idempotency.Event) { panic(errFault) }))},
+		})
+		w.publish(t, "1", "2")
+		s.finish(t, "1", "2")
+		require.Equal(t, map[string]int{"1": 1, "2": 1}, w.counts(t, "select event_id, count(*) from arrival group by 1"))
+	}, "kafka", "rabbitmq")
+}
