@@ -17,19 +17,19 @@ import (
 // Watermill's forwarder is on the router of the middleware: from an outbox in PostgreSQL to the broker.
 func TestTrap21_ForwarderOnTheRouter(t *testing.T) {
 	t.Parallel()
-	overTransports(t, func(t *testing.T, w *world) {
+	overTransports(t, func(w *world) {
 		const topic = "outbox"
 		outbox := newSQL(t, w.Schema)
-		outbox.create(t, topic, 1)
-		s := w.prepare(t, faults{})
-		_, err := forwarder.NewForwarder(outbox.subscriber(t, topic), w.publisher(t), watermill.NopLogger{},
+		outbox.create(topic, 1)
+		s := w.prepare(faults{})
+		_, err := forwarder.NewForwarder(outbox.subscriber(topic), w.publisher(), watermill.NopLogger{},
 			forwarder.Config{ForwarderTopic: topic, Router: s.router})
-		require.NoError(t, err)
-		s.run(t)
-		publisher := forwarder.NewPublisher(outbox.publisher(t), forwarder.PublisherConfig{ForwarderTopic: topic})
-		require.NoError(t, publisher.Publish(w.Orders, newOrder("1"), newOrder("2"), newOrder("1")))
-		require.Eventually(t, func() bool { return outbox.unacked(t, topic) == 0 }, patience, 20*time.Millisecond)
-		s.finish(t, "1", "2")
+		require.NoError(w, err)
+		s.run()
+		publisher := forwarder.NewPublisher(outbox.publisher(), forwarder.PublisherConfig{ForwarderTopic: topic})
+		require.NoError(w, publisher.Publish(w.Orders, newOrder("1"), newOrder("2"), newOrder("1")))
+		require.Eventually(w, func() bool { return outbox.unacked(topic) == 0 }, patience, 20*time.Millisecond)
+		s.finish("1", "2")
 	}, "kafka", "rabbitmq")
 }
 
@@ -37,9 +37,9 @@ func TestTrap21_ForwarderOnTheRouter(t *testing.T) {
 // for a duplicate.
 func TestTrap21_RequeuerOnTheRouter(t *testing.T) {
 	t.Parallel()
-	overTransports(t, func(t *testing.T, w *world) {
-		s := w.prepare(t, faults{
-			outer: []message.HandlerMiddleware{w.poison(t)},
+	overTransports(t, func(w *world) {
+		s := w.prepare(faults{
+			outer: []message.HandlerMiddleware{w.poison()},
 			handle: func(_ context.Context, _ pgx.Tx, call int) error {
 				if call <= 3 {
 					return errFault
@@ -48,24 +48,24 @@ func TestTrap21_RequeuerOnTheRouter(t *testing.T) {
 			},
 		})
 		_, err := requeuer.NewRequeuer(requeuer.Config{
-			Subscriber: w.subscriber(t, w.Dead), SubscribeTopic: w.Dead, Publisher: w.publisher(t), Router: s.router,
+			Subscriber: w.subscriber(w.Dead), SubscribeTopic: w.Dead, Publisher: w.publisher(), Router: s.router,
 			GeneratePublishTopic: func(requeuer.GeneratePublishTopicParams) (string, error) { return w.Orders, nil },
 		}, watermill.NopLogger{})
-		require.NoError(t, err)
-		s.run(t)
-		w.publish(t, "1")
-		s.finish(t, "1")
-		require.Zero(t, w.unacked(t, w.Dead))
+		require.NoError(w, err)
+		s.run()
+		w.publish("1")
+		s.finish("1")
+		require.Zero(w, w.unacked(w.Dead))
 	}, "kafka", "rabbitmq")
 }
 
 // poison puts what fails into the dead-letter topic.
-func (w *world) poison(t *testing.T) message.HandlerMiddleware {
-	t.Helper()
-	publisher := w.publisher(t)
-	t.Cleanup(func() { _ = publisher.Close() })
+func (w *world) poison() message.HandlerMiddleware {
+	w.Helper()
+	publisher := w.publisher()
+	w.Cleanup(func() { _ = publisher.Close() })
 	poison, err := middleware.PoisonQueue(publisher, w.Dead)
-	require.NoError(t, err)
+	require.NoError(w, err)
 	return onCreateLabel(poison)
 }
 
@@ -84,34 +84,27 @@ func produceAndFail(next message.HandlerFunc) message.HandlerFunc {
 func TestTrap22_MiddlewareOutsideOfTheTransaction(t *testing.T) {
 	t.Parallel()
 	retry := middleware.Retry{MaxRetries: 2, InitialInterval: time.Millisecond, ResetContextOnRetry: true}.Middleware
+	ignore := middleware.NewIgnoreErrors([]error{errFault}).Middleware
 	for name, test := range map[string]struct {
-		outer func(t *testing.T, w *world) []message.HandlerMiddleware
+		outer func(w *world) []message.HandlerMiddleware
 		dead  int
 	}{
-		"poison queue": {func(t *testing.T, w *world) []message.HandlerMiddleware {
-			t.Helper()
-			return []message.HandlerMiddleware{w.poison(t)}
-		}, 1},
-		"poison queue and retry": {func(t *testing.T, w *world) []message.HandlerMiddleware {
-			t.Helper()
-			return []message.HandlerMiddleware{w.poison(t), retry}
-		}, 1},
-		"ignore errors": {func(*testing.T, *world) []message.HandlerMiddleware {
-			return []message.HandlerMiddleware{middleware.NewIgnoreErrors([]error{errFault}).Middleware}
-		}, 0},
+		"poison queue":           {func(w *world) []message.HandlerMiddleware { return []message.HandlerMiddleware{w.poison()} }, 1},
+		"poison queue and retry": {func(w *world) []message.HandlerMiddleware { return []message.HandlerMiddleware{w.poison(), retry} }, 1},
+		"ignore errors":          {func(*world) []message.HandlerMiddleware { return []message.HandlerMiddleware{ignore} }, 0},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t, "kafka", 1)
-			s := w.start(t, faults{outer: test.outer(t, w), inner: []message.HandlerMiddleware{onCreateLabel(produceAndFail)}})
-			w.publish(t, "1")
-			s.drain(t)
-			require.Empty(t, w.effects(t, "create-label"))
-			require.Zero(t, w.count(t, "select count(*) from idempotency_claim"))
-			require.Equal(t, test.dead, w.unacked(t, w.Dead))
-			require.Zero(t, w.unacked(t, w.Labels)+w.count(t, "select count(*) from arrival"), "labels of a failed attempt")
-			w.publish(t, "1")
-			w.start(t, faults{}).finish(t, "1")
+			s := w.start(faults{outer: test.outer(w), inner: []message.HandlerMiddleware{onCreateLabel(produceAndFail)}})
+			w.publish("1")
+			s.drain()
+			require.Empty(t, w.effects("create-label"))
+			require.Zero(t, w.count("select count(*) from idempotency_claim"))
+			require.Equal(t, test.dead, w.unacked(w.Dead))
+			require.Zero(t, w.unacked(w.Labels)+w.count("select count(*) from arrival"), "labels of a failed attempt")
+			w.publish("1")
+			w.start(faults{}).finish("1")
 		})
 	}
 }
@@ -120,22 +113,22 @@ func TestTrap22_MiddlewareOutsideOfTheTransaction(t *testing.T) {
 func TestTrap22_MiddlewareInsideOfTheTransactionCommitsFailures(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
-		inner func(t *testing.T, w *world) message.HandlerMiddleware
+		inner func(w *world) message.HandlerMiddleware
 		dead  int
 	}{
-		"poison queue": {func(t *testing.T, w *world) message.HandlerMiddleware { t.Helper(); return w.poison(t) }, 1},
-		"ignore errors": {func(*testing.T, *world) message.HandlerMiddleware {
+		"poison queue": {func(w *world) message.HandlerMiddleware { return w.poison() }, 1},
+		"ignore errors": {func(*world) message.HandlerMiddleware {
 			return middleware.NewIgnoreErrors([]error{errFault}).Middleware
 		}, 0},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t, "kafka", 1)
-			s := w.start(t, faults{inner: []message.HandlerMiddleware{test.inner(t, w), onCreateLabel(produceAndFail)}})
-			w.publish(t, "1")
-			s.drain(t)
-			require.Equal(t, map[string]int{"1": 1}, w.effects(t, "create-label"))
-			require.Equal(t, test.dead, w.unacked(t, w.Dead))
+			s := w.start(faults{inner: []message.HandlerMiddleware{test.inner(w), onCreateLabel(produceAndFail)}})
+			w.publish("1")
+			s.drain()
+			require.Equal(t, map[string]int{"1": 1}, w.effects("create-label"))
+			require.Equal(t, test.dead, w.unacked(w.Dead))
 		})
 	}
 }
@@ -145,13 +138,13 @@ func TestTrap22_MiddlewareInsideOfTheTransactionCommitsFailures(t *testing.T) {
 func TestTrap22_RetryInsideOfAnAbortedTransaction(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, "kafka", 1)
-	s := w.start(t, faults{
+	s := w.start(faults{
 		inner: []message.HandlerMiddleware{middleware.Retry{MaxRetries: 2, InitialInterval: time.Millisecond}.Middleware},
 		handle: onFirst(func(ctx context.Context, tx pgx.Tx) error {
 			_, err := tx.Exec(ctx, "select 1/0")
 			return err
 		}),
 	})
-	w.publish(t, "1")
-	s.finish(t, "1")
+	w.publish("1")
+	s.finish("1")
 }

@@ -26,26 +26,26 @@ func onFirst(fn func(ctx context.Context, tx pgx.Tx) error) func(context.Context
 
 func TestErrorBeforeCommit(t *testing.T) {
 	t.Parallel()
-	overTransports(t, func(t *testing.T, w *world) {
-		s := w.start(t, faults{handle: onFirst(func(context.Context, pgx.Tx) error { return errFault })})
-		w.publish(t, "1", "2")
-		s.finish(t, "1", "2")
+	overTransports(t, func(w *world) {
+		s := w.start(faults{handle: onFirst(func(context.Context, pgx.Tx) error { return errFault })})
+		w.publish("1", "2")
+		s.finish("1", "2")
 	})
 }
 
 func TestPanicBeforeCommit(t *testing.T) {
 	t.Parallel()
-	overTransports(t, func(t *testing.T, w *world) {
-		s := w.start(t, faults{handle: onFirst(func(context.Context, pgx.Tx) error { panic(errFault) })})
-		w.publish(t, "1", "2")
-		s.finish(t, "1", "2")
+	overTransports(t, func(w *world) {
+		s := w.start(faults{handle: onFirst(func(context.Context, pgx.Tx) error { panic(errFault) })})
+		w.publish("1", "2")
+		s.finish("1", "2")
 	})
 }
 
 func TestDatabaseConnectionLostBeforeCommit(t *testing.T) {
 	t.Parallel()
-	overTransports(t, func(t *testing.T, w *world) {
-		s := w.start(t, faults{handle: func(ctx context.Context, tx pgx.Tx, call int) error {
+	overTransports(t, func(w *world) {
+		s := w.start(faults{handle: func(ctx context.Context, tx pgx.Tx, call int) error {
 			if call > 2 {
 				return nil
 			}
@@ -57,26 +57,26 @@ func TestDatabaseConnectionLostBeforeCommit(t *testing.T) {
 			}
 			return write(ctx, tx, "create-label", "on a dead connection")
 		}})
-		w.publish(t, "1", "2")
-		s.finish(t, "1", "2")
+		w.publish("1", "2")
+		s.finish("1", "2")
 	})
 }
 
 func TestTrap11_RouterClosedBeforeCommit(t *testing.T) {
 	t.Parallel()
-	overTransports(t, func(t *testing.T, w *world) {
+	overTransports(t, func(w *world) {
 		entered := make(chan struct{})
-		s := w.start(t, faults{handle: onFirst(func(ctx context.Context, _ pgx.Tx) error {
+		s := w.start(faults{handle: onFirst(func(ctx context.Context, _ pgx.Tx) error {
 			close(entered)
 			<-ctx.Done()
 			return ctx.Err()
 		})})
-		w.publish(t, "1")
+		w.publish("1")
 		<-entered
-		s.close(t)
-		require.Empty(t, w.effects(t, "create-label"), "a handler that has not succeeded is rolled back")
-		w.publish(t, "2")
-		w.start(t, faults{}).finish(t, "1", "2")
+		s.close()
+		require.Empty(w, w.effects("create-label"), "a handler that has not succeeded is rolled back")
+		w.publish("2")
+		w.start(faults{}).finish("1", "2")
 	})
 }
 
@@ -85,13 +85,13 @@ func TestTrap03_AnswerToCommitLost(t *testing.T) {
 	for name, applied := range map[string]bool{"applied": true, "not applied": false} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			overTransports(t, func(t *testing.T, w *world) {
-				s := w.start(t, faults{handle: onFirst(func(context.Context, pgx.Tx) error {
+			overTransports(t, func(w *world) {
+				s := w.start(faults{handle: onFirst(func(context.Context, pgx.Tx) error {
 					w.wire.CutCommit(applied)
 					return nil
 				})})
-				w.publish(t, "1", "2")
-				s.finish(t, "1", "2")
+				w.publish("1", "2")
+				s.finish("1", "2")
 			})
 		})
 	}
@@ -99,44 +99,44 @@ func TestTrap03_AnswerToCommitLost(t *testing.T) {
 
 func TestTrap01_PublishFailsAfterCommit(t *testing.T) {
 	t.Parallel()
-	overTransports(t, func(t *testing.T, w *world) {
-		s := w.start(t, faults{publish: func(call int, publish func() error) error {
+	overTransports(t, func(w *world) {
+		s := w.start(faults{publish: func(call int, publish func() error) error {
 			if call <= 3 {
 				return errFault
 			}
 			return publish()
 		}})
-		w.publish(t, "1", "2")
-		s.finish(t, "1", "2")
+		w.publish("1", "2")
+		s.finish("1", "2")
 	})
 }
 
 // The router closes the publisher while the handler runs, which then succeeds.
 func TestTrap01_RouterClosesPublisherBeforePublish(t *testing.T) {
 	t.Parallel()
-	overTransports(t, func(t *testing.T, w *world) {
+	overTransports(t, func(w *world) {
 		entered, closed := make(chan struct{}), make(chan struct{})
-		s := w.start(t, faults{publisherClosed: closed, handle: onFirst(func(context.Context, pgx.Tx) error {
+		s := w.start(faults{publisherClosed: closed, handle: onFirst(func(context.Context, pgx.Tx) error {
 			close(entered)
 			<-closed
 			return nil
 		})})
-		w.publish(t, "1")
+		w.publish("1")
 		<-entered
-		s.close(t)
-		require.Equal(t, map[string]int{"1": 1}, w.effects(t, "create-label"), "a handler that has succeeded is committed")
-		require.Equal(t, 1, w.count(t, "select count(*) from idempotency_produced_message"))
-		require.Zero(t, w.unacked(t, w.Labels))
-		w.publish(t, "2")
-		w.start(t, faults{}).finish(t, "1", "2")
+		s.close()
+		require.Equal(w, map[string]int{"1": 1}, w.effects("create-label"), "a handler that has succeeded is committed")
+		require.Equal(w, 1, w.count("select count(*) from idempotency_produced_message"))
+		require.Zero(w, w.unacked(w.Labels))
+		w.publish("2")
+		w.start(faults{}).finish("1", "2")
 	})
 }
 
 // The broker has the produced message, and the publisher says that it has not.
 func TestPublishedAndNacked(t *testing.T) {
 	t.Parallel()
-	overTransports(t, func(t *testing.T, w *world) {
-		s := w.start(t, faults{publish: func(call int, publish func() error) error {
+	overTransports(t, func(w *world) {
+		s := w.start(faults{publish: func(call int, publish func() error) error {
 			if err := publish(); err != nil {
 				return err
 			}
@@ -145,17 +145,17 @@ func TestPublishedAndNacked(t *testing.T) {
 			}
 			return nil
 		}})
-		w.publish(t, "1", "2")
-		s.finish(t, "1", "2")
+		w.publish("1", "2")
+		s.finish("1", "2")
 	})
 }
 
 // The consumer is gone when the router acks.
 func TestPublishedAndAckLost(t *testing.T) {
 	t.Parallel()
-	overTransports(t, func(t *testing.T, w *world) {
+	overTransports(t, func(w *world) {
 		published, closed := make(chan struct{}), make(chan struct{})
-		s := w.start(t, faults{publisherClosed: closed, publish: func(call int, publish func() error) error {
+		s := w.start(faults{publisherClosed: closed, publish: func(call int, publish func() error) error {
 			if err := publish(); err != nil {
 				return err
 			}
@@ -165,34 +165,34 @@ func TestPublishedAndAckLost(t *testing.T) {
 			}
 			return nil
 		}})
-		w.publish(t, "1")
+		w.publish("1")
 		<-published
-		s.close(t)
-		require.Eventually(t, func() bool { return w.unacked(t, w.Orders) == 1 }, patience, 20*time.Millisecond, "%v", w.state(t))
-		w.publish(t, "2")
-		w.start(t, faults{}).finish(t, "1", "2")
+		s.close()
+		require.Eventually(w, func() bool { return w.unacked(w.Orders) == 1 }, patience, 20*time.Millisecond, "%v", w.state())
+		w.publish("2")
+		w.start(faults{}).finish("1", "2")
 	})
 }
 
 func TestDuplicateAfterSuccess(t *testing.T) {
 	t.Parallel()
-	overTransports(t, func(t *testing.T, w *world) {
-		s := w.start(t, faults{})
-		w.publish(t, "1", "2", "1", "1")
-		require.Eventually(t, func() bool { return len(w.effects(t, "note-label")) == 2 }, patience, 20*time.Millisecond, "%v", w.state(t))
-		w.publish(t, "2", "3", "1")
-		s.finish(t, "1", "2", "3")
+	overTransports(t, func(w *world) {
+		s := w.start(faults{})
+		w.publish("1", "2", "1", "1")
+		require.Eventually(w, func() bool { return len(w.effects("note-label")) == 2 }, patience, 20*time.Millisecond, "%v", w.state())
+		w.publish("2", "3", "1")
+		s.finish("1", "2", "3")
 	})
 }
 
 func TestNoUsableIDGoesToTheDeadLetterQueue(t *testing.T) {
 	t.Parallel()
-	overTransports(t, func(t *testing.T, w *world) {
-		dead := w.publisher(t)
-		t.Cleanup(func() { _ = dead.Close() })
+	overTransports(t, func(w *world) {
+		dead := w.publisher()
+		w.Cleanup(func() { _ = dead.Close() })
 		poison, err := middleware.PoisonQueueWithFilter(dead, w.Dead, idempotency.IsPermanent)
-		require.NoError(t, err)
-		s := w.start(t, faults{outer: []message.HandlerMiddleware{poison}})
+		require.NoError(w, err)
+		s := w.start(faults{outer: []message.HandlerMiddleware{poison}})
 
 		without := newOrder("")
 		delete(without.Metadata, idempotency.EventIDMetadata)
@@ -200,16 +200,16 @@ func TestNoUsableIDGoesToTheDeadLetterQueue(t *testing.T) {
 		if w.Transport != "watermill-sql" { // its metadata is JSON, which cannot hold them
 			unusable = append(unusable, newOrder("\x00"), newOrder("\xff"))
 		}
-		w.send(t, w.Orders, unusable...)
-		w.publish(t, "1")
-		s.finish(t, "1")
-		require.Equal(t, len(unusable), w.unacked(t, w.Dead))
+		w.send(w.Orders, unusable...)
+		w.publish("1")
+		s.finish("1")
+		require.Equal(w, len(unusable), w.unacked(w.Dead))
 	})
 }
 
 func TestNoUsableIDStaysWithTheBroker(t *testing.T) {
 	t.Parallel()
-	overTransports(t, func(t *testing.T, w *world) {
+	overTransports(t, func(w *world) {
 		refused := make(chan error)
 		tell := func(next message.HandlerFunc) message.HandlerFunc {
 			return func(msg *message.Message) ([]*message.Message, error) {
@@ -222,16 +222,16 @@ func TestNoUsableIDStaysWithTheBroker(t *testing.T) {
 				return nil, err
 			}
 		}
-		s := w.start(t, faults{outer: []message.HandlerMiddleware{tell}})
+		s := w.start(faults{outer: []message.HandlerMiddleware{tell}})
 		msg := newOrder("")
 		delete(msg.Metadata, idempotency.EventIDMetadata)
-		w.send(t, w.Orders, msg)
+		w.send(w.Orders, msg)
 		for range 2 {
-			require.ErrorIs(t, <-refused, idempotency.ErrMissingKey)
+			require.ErrorIs(w, <-refused, idempotency.ErrMissingKey)
 		}
-		s.close(t)
-		require.Empty(t, w.effects(t, "create-label"))
-		require.Zero(t, w.count(t, "select count(*) from idempotency_claim"))
-		require.Eventually(t, func() bool { return w.unacked(t, w.Orders) == 1 }, patience, 20*time.Millisecond, "it is not dropped")
+		s.close()
+		require.Empty(w, w.effects("create-label"))
+		require.Zero(w, w.count("select count(*) from idempotency_claim"))
+		require.Eventually(w, func() bool { return w.unacked(w.Orders) == 1 }, patience, 20*time.Millisecond, "it is not dropped")
 	})
 }

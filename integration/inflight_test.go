@@ -26,38 +26,38 @@ func TestTrap12_TwoConsumersHaveTheMessage(t *testing.T) {
 		for outcome, result := range map[string]error{"first commits": nil, "first fails": errFault} {
 			t.Run(name+", "+outcome, func(t *testing.T) {
 				t.Parallel()
-				overTransports(t, func(t *testing.T, w *world) { twoConsumers(t, w, test.policy, result) }, test.transports...)
+				overTransports(t, func(w *world) { w.twoConsumers(test.policy, result) }, test.transports...)
 			})
 		}
 	}
 }
 
-func twoConsumers(t *testing.T, w *world, policy idempotency.InFlight, result error) {
-	t.Helper()
+func (w *world) twoConsumers(policy idempotency.InFlight, result error) {
+	w.Helper()
 	if k, ok := w.transport.(*kafkaTransport); ok {
 		k.rebalanceTimeout = time.Second
 	}
 	entered, release := make(chan struct{}), make(chan error)
-	first := w.start(t, faults{
+	first := w.start(faults{
 		options: []idempotency.Option{idempotency.WithInFlight(policy)},
 		handle: onFirst(func(context.Context, pgx.Tx) error {
 			close(entered)
 			return <-release
 		}),
 	})
-	w.publish(t, "1")
+	w.publish("1")
 	<-entered
 
 	closed := make(chan struct{})
 	leave := func() {
 		defer close(closed)
-		first.close(t)
+		first.close()
 	}
 	if w.Transport != "kafka" {
 		go leave()
 	}
 	refused := make(chan struct{}, 1)
-	second := w.start(t, faults{options: []idempotency.Option{
+	second := w.start(faults{options: []idempotency.Option{
 		idempotency.WithInFlight(policy),
 		idempotency.WithObserver(idempotency.ObserverFunc(func(_ context.Context, e idempotency.Event) {
 			if e.Outcome == idempotency.ClaimInFlight {
@@ -71,21 +71,22 @@ func twoConsumers(t *testing.T, w *world, policy idempotency.InFlight, result er
 	if _, bounded := policy.Limit(); bounded {
 		<-refused
 	} else {
-		require.Eventually(t, func() bool { return w.claimWaits(t) }, patience, 20*time.Millisecond, "the second claim waits for the first")
+		require.Eventually(w, w.claimWaits, patience, 20*time.Millisecond, "the second claim waits for the first")
 	}
-	require.Empty(t, w.effects(t, "create-label"))
+	require.Empty(w, w.effects("create-label"))
 
 	release <- result
-	require.Eventually(t, func() bool { return len(w.effects(t, "create-label")) == 1 }, patience, 20*time.Millisecond)
+	require.Eventually(w, func() bool { return len(w.effects("create-label")) == 1 }, patience, 20*time.Millisecond)
 	if w.Transport == "kafka" {
 		leave()
 	}
 	<-closed
-	second.finish(t, "1")
+	second.finish("1")
 }
 
 // claimWaits tells whether a statement on the world's claims waits for a lock.
-func (w *world) claimWaits(t *testing.T) bool {
-	t.Helper()
-	return w.count(t, `select count(*) from pg_stat_activity where wait_event_type = 'Lock' and query ilike '%insert%' || $1 || '%claim%'`, w.Schema) > 0
+func (w *world) claimWaits() bool {
+	w.Helper()
+	return w.count(`select count(*) from pg_stat_activity
+		where wait_event_type = 'Lock' and query ilike '%insert%' || $1 || '%claim%'`, w.Schema) > 0
 }

@@ -14,6 +14,7 @@ import (
 
 // kafkaTransport is watermill-kafka/v3. A topic's group has the topic's name.
 type kafkaTransport struct {
+	*testing.T
 	brokers []string
 	client  sarama.Client
 	// rebalanceTimeout is how long the broker waits for a consumer whose handler runs.
@@ -22,7 +23,7 @@ type kafkaTransport struct {
 
 func newKafka(t *testing.T) *kafkaTransport {
 	t.Helper()
-	k := &kafkaTransport{brokers: strings.Split(setting(t, "IDEMPOTENCY_KAFKA_BROKERS"), ","), rebalanceTimeout: time.Minute}
+	k := &kafkaTransport{T: t, brokers: strings.Split(setting(t, "IDEMPOTENCY_KAFKA_BROKERS"), ","), rebalanceTimeout: time.Minute}
 	var err error
 	k.client, err = sarama.NewClient(k.brokers, k.config())
 	require.NoError(t, err)
@@ -44,54 +45,54 @@ func (k *kafkaTransport) config() *sarama.Config {
 	return config
 }
 
-func (k *kafkaTransport) admin(t *testing.T) sarama.ClusterAdmin {
-	t.Helper()
+func (k *kafkaTransport) admin() sarama.ClusterAdmin {
+	k.Helper()
 	admin, err := sarama.NewClusterAdminFromClient(k.client)
-	require.NoError(t, err)
+	require.NoError(k, err)
 	return admin
 }
 
-func (k *kafkaTransport) create(t *testing.T, topic string, partitions int32) {
-	t.Helper()
-	admin := k.admin(t)
-	require.NoError(t, admin.CreateTopic(topic, &sarama.TopicDetail{NumPartitions: partitions, ReplicationFactor: 1}, false))
-	t.Cleanup(func() {
+func (k *kafkaTransport) create(topic string, partitions int32) {
+	k.Helper()
+	admin := k.admin()
+	require.NoError(k, admin.CreateTopic(topic, &sarama.TopicDetail{NumPartitions: partitions, ReplicationFactor: 1}, false))
+	k.Cleanup(func() {
 		_ = admin.DeleteTopic(topic)
 		_ = admin.DeleteConsumerGroup(topic)
 	})
 }
 
-func (k *kafkaTransport) publisher(t *testing.T) message.Publisher {
-	t.Helper()
+func (k *kafkaTransport) publisher() message.Publisher {
+	k.Helper()
 	publisher, err := kafka.NewPublisher(kafka.PublisherConfig{
 		Brokers: k.brokers, Marshaler: kafka.DefaultMarshaler{}, OverwriteSaramaConfig: k.config(),
 	}, watermill.NopLogger{})
-	require.NoError(t, err)
+	require.NoError(k, err)
 	return publisher
 }
 
-func (k *kafkaTransport) subscriber(t *testing.T, topic string) message.Subscriber {
-	t.Helper()
+func (k *kafkaTransport) subscriber(topic string) message.Subscriber {
+	k.Helper()
 	subscriber, err := kafka.NewSubscriber(kafka.SubscriberConfig{
 		Brokers: k.brokers, Unmarshaler: kafka.DefaultMarshaler{}, ConsumerGroup: topic, OverwriteSaramaConfig: k.config(),
 		NackResendSleep: 10 * time.Millisecond, ReconnectRetrySleep: 100 * time.Millisecond,
 	}, watermill.NopLogger{})
-	require.NoError(t, err)
+	require.NoError(k, err)
 	return subscriber
 }
 
 // unacked is the lag of the group.
-func (k *kafkaTransport) unacked(t *testing.T, topic string) int {
-	t.Helper()
-	require.NoError(t, k.client.RefreshMetadata(topic))
+func (k *kafkaTransport) unacked(topic string) int {
+	k.Helper()
+	require.NoError(k, k.client.RefreshMetadata(topic))
 	partitions, err := k.client.Partitions(topic)
-	require.NoError(t, err)
-	committed, err := k.admin(t).ListConsumerGroupOffsets(topic, map[string][]int32{topic: partitions})
-	require.NoError(t, err)
+	require.NoError(k, err)
+	committed, err := k.admin().ListConsumerGroupOffsets(topic, map[string][]int32{topic: partitions})
+	require.NoError(k, err)
 	var lag int64
 	for _, partition := range partitions {
 		end, err := k.client.GetOffset(topic, partition, sarama.OffsetNewest)
-		require.NoError(t, err)
+		require.NoError(k, err)
 		lag += end - max(0, committed.GetBlock(topic, partition).Offset) // -1 is none
 	}
 	return int(lag)

@@ -1,7 +1,6 @@
 package integration_test
 
 import (
-	"sync"
 	"testing"
 
 	"github.com/ThreeDotsLabs/watermill"
@@ -13,13 +12,14 @@ import (
 
 // rabbitTransport is watermill-amqp/v2, with a queue for each topic.
 type rabbitTransport struct {
+	*testing.T
 	url    string
 	config amqp.Config
 }
 
 func newRabbit(t *testing.T, arguments amqp091.Table) *rabbitTransport {
 	t.Helper()
-	r := &rabbitTransport{url: setting(t, "IDEMPOTENCY_AMQP_URL")}
+	r := &rabbitTransport{T: t, url: setting(t, "IDEMPOTENCY_AMQP_URL")}
 	r.config = amqp.NewDurableQueueConfig(r.url)
 	r.config.Queue.Arguments = arguments
 	r.config.Publish.ConfirmDelivery = true
@@ -43,79 +43,60 @@ func (m stringsOnly) Unmarshal(delivery amqp091.Delivery) (*message.Message, err
 	return m.DefaultMarshaler.Unmarshal(delivery)
 }
 
-func (r *rabbitTransport) withChannel(t *testing.T, fn func(*amqp091.Channel)) {
-	t.Helper()
+func (r *rabbitTransport) withChannel(fn func(*amqp091.Channel)) {
+	r.Helper()
 	conn, err := amqp091.Dial(r.url)
-	require.NoError(t, err)
+	require.NoError(r, err)
 	defer func() { _ = conn.Close() }()
 	channel, err := conn.Channel()
-	require.NoError(t, err)
+	require.NoError(r, err)
 	fn(channel)
 }
 
-func (r *rabbitTransport) create(t *testing.T, topic string, _ int32) {
-	t.Helper()
-	r.declare(t, topic)
-	t.Cleanup(func() { r.delete(t, topic) })
+func (r *rabbitTransport) create(topic string, _ int32) {
+	r.Helper()
+	r.declare(topic)
+	r.Cleanup(func() { r.delete(topic) })
 }
 
-func (r *rabbitTransport) delete(t *testing.T, topic string) {
-	t.Helper()
-	r.withChannel(t, func(c *amqp091.Channel) {
+func (r *rabbitTransport) delete(topic string) {
+	r.Helper()
+	r.withChannel(func(c *amqp091.Channel) {
 		_, err := c.QueueDelete(topic, false, false, false)
-		require.NoError(t, err)
+		require.NoError(r, err)
 	})
 }
 
-func (r *rabbitTransport) declare(t *testing.T, topic string) {
-	t.Helper()
-	r.withChannel(t, func(c *amqp091.Channel) {
+func (r *rabbitTransport) declare(topic string) {
+	r.Helper()
+	r.withChannel(func(c *amqp091.Channel) {
 		_, err := c.QueueDeclare(topic, true, false, false, false, r.config.Queue.Arguments)
-		require.NoError(t, err)
+		require.NoError(r, err)
 	})
 }
 
-func (r *rabbitTransport) publisher(t *testing.T) message.Publisher {
-	t.Helper()
+func (r *rabbitTransport) publisher() message.Publisher {
+	r.Helper()
 	publisher, err := amqp.NewPublisher(r.config, watermill.NopLogger{})
-	require.NoError(t, err)
-	return &guardedPublisher{Publisher: publisher}
+	require.NoError(r, err)
+	return publisher
 }
 
-// guardedPublisher keeps Publish and Close apart, as the router does not: in the adapter, the two are a data race.
-type guardedPublisher struct {
-	message.Publisher
-	mu sync.RWMutex
-}
-
-func (p *guardedPublisher) Publish(topic string, messages ...*message.Message) error {
-	p.mu.RLock()
-	defer p.mu.RUnlock()
-	return p.Publisher.Publish(topic, messages...)
-}
-
-func (p *guardedPublisher) Close() error {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.Publisher.Close()
-}
-
-func (r *rabbitTransport) subscriber(t *testing.T, _ string) message.Subscriber {
-	t.Helper()
+func (r *rabbitTransport) subscriber(_ string) message.Subscriber {
+	r.Helper()
 	subscriber, err := amqp.NewSubscriber(r.config, watermill.NopLogger{})
-	require.NoError(t, err)
+	require.NoError(r, err)
 	return subscriber
 }
 
 // unacked is the number of messages in the queue. What a running consumer holds is not seen: it is back, or gone, once that
 // has closed.
-func (r *rabbitTransport) unacked(t *testing.T, topic string) (n int) {
-	t.Helper()
-	r.withChannel(t, func(c *amqp091.Channel) {
+func (r *rabbitTransport) unacked(topic string) (n int) {
+	r.Helper()
+	r.withChannel(func(c *amqp091.Channel) {
 		queue, err := c.QueueDeclarePassive(topic, true, false, false, false, r.config.Queue.Arguments)
-		require.NoError(t, err)
+		require.NoError(r, err)
 		n = queue.Messages
 	})
 	return n
 }
-

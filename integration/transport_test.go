@@ -21,15 +21,15 @@ import (
 	"github.com/watermill-idempotency/idempotency/internal/pgtest"
 )
 
-// transport is what carries the messages of a test.
+// transport is what carries the messages of a test, which fails with it.
 type transport interface {
 	// create makes a topic, where a broker wants that.
-	create(t *testing.T, topic string, partitions int32)
-	publisher(t *testing.T) message.Publisher
+	create(topic string, partitions int32)
+	publisher() message.Publisher
 	// subscriber returns a consumer of the topic's one group.
-	subscriber(t *testing.T, topic string) message.Subscriber
+	subscriber(topic string) message.Subscriber
 	// unacked returns how many messages of the topic the broker would deliver (again) if all consumers were gone.
-	unacked(t *testing.T, topic string) int
+	unacked(topic string) int
 }
 
 // transports are the kinds of brokers; each test opens its own.
@@ -75,21 +75,21 @@ func newChannel(t *testing.T) *channelTransport {
 	return c
 }
 
-func (c *channelTransport) create(_ *testing.T, topic string, _ int32) {
+func (c *channelTransport) create(topic string, _ int32) {
 	c.pending[topic] = make(map[string]bool)
 }
 
-func (c *channelTransport) unacked(_ *testing.T, topic string) int {
+func (c *channelTransport) unacked(topic string) int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return len(c.pending[topic])
 }
 
-func (c *channelTransport) publisher(*testing.T) message.Publisher {
+func (c *channelTransport) publisher() message.Publisher {
 	return &channelPublisher{transport: c}
 }
 
-func (c *channelTransport) subscriber(*testing.T, string) message.Subscriber {
+func (c *channelTransport) subscriber(string) message.Subscriber {
 	return channelSubscriber{c}
 }
 
@@ -149,7 +149,10 @@ func (c *channelTransport) awaitAck(ctx context.Context, topic string, msg *mess
 }
 
 // sqlTransport is watermill-sql/v3 on PostgreSQL.
-type sqlTransport struct{ db *sql.DB }
+type sqlTransport struct {
+	*testing.T
+	db *sql.DB
+}
 
 func newSQL(t *testing.T, schema string) *sqlTransport {
 	t.Helper()
@@ -157,41 +160,41 @@ func newSQL(t *testing.T, schema string) *sqlTransport {
 	config.RuntimeParams["search_path"] = schema
 	db := stdlib.OpenDB(*config)
 	t.Cleanup(func() { _ = db.Close() })
-	return &sqlTransport{db}
+	return &sqlTransport{t, db}
 }
 
 const sqlGroup = "group"
 
-func (s *sqlTransport) create(t *testing.T, topic string, _ int32) {
-	t.Helper()
-	queries := append(wsql.DefaultPostgreSQLSchema{}.SchemaInitializingQueries(topic), wsql.DefaultPostgreSQLOffsetsAdapter{}.SchemaInitializingQueries(topic)...)
-	for _, query := range queries {
-		_, err := s.db.ExecContext(t.Context(), query.Query, query.Args...)
-		require.NoError(t, err)
+func (s *sqlTransport) create(topic string, _ int32) {
+	s.Helper()
+	queries := wsql.DefaultPostgreSQLSchema{}.SchemaInitializingQueries(topic)
+	for _, query := range append(queries, wsql.DefaultPostgreSQLOffsetsAdapter{}.SchemaInitializingQueries(topic)...) {
+		_, err := s.db.ExecContext(s.Context(), query.Query, query.Args...)
+		require.NoError(s, err)
 	}
 }
 
-func (s *sqlTransport) publisher(t *testing.T) message.Publisher {
-	t.Helper()
+func (s *sqlTransport) publisher() message.Publisher {
+	s.Helper()
 	publisher, err := wsql.NewPublisher(s.db, wsql.PublisherConfig{SchemaAdapter: wsql.DefaultPostgreSQLSchema{}}, watermill.NopLogger{})
-	require.NoError(t, err)
+	require.NoError(s, err)
 	return publisher
 }
 
-func (s *sqlTransport) subscriber(t *testing.T, _ string) message.Subscriber {
-	t.Helper()
+func (s *sqlTransport) subscriber(_ string) message.Subscriber {
+	s.Helper()
 	subscriber, err := wsql.NewSubscriber(s.db, wsql.SubscriberConfig{
 		ConsumerGroup: sqlGroup,
 		PollInterval:  20 * time.Millisecond, ResendInterval: 10 * time.Millisecond, RetryInterval: 20 * time.Millisecond,
 		SchemaAdapter: wsql.DefaultPostgreSQLSchema{SubscribeBatchSize: 1}, OffsetsAdapter: wsql.DefaultPostgreSQLOffsetsAdapter{},
 	}, watermill.NopLogger{})
-	require.NoError(t, err)
+	require.NoError(s, err)
 	return subscriber
 }
 
-func (s *sqlTransport) unacked(t *testing.T, topic string) (n int) {
-	t.Helper()
-	require.NoError(t, s.db.QueryRowContext(t.Context(), `select count(*) from "watermill_`+topic+`" m where not exists (
+func (s *sqlTransport) unacked(topic string) (n int) {
+	s.Helper()
+	require.NoError(s, s.db.QueryRowContext(s.Context(), `select count(*) from "watermill_`+topic+`" m where not exists (
 		select from "watermill_offsets_`+topic+`" where consumer_group = $1
 		and (last_processed_transaction_id, offset_acked) >= (m.transaction_id, m."offset"))`, sqlGroup).Scan(&n))
 	return n

@@ -19,11 +19,11 @@ import (
 )
 
 // drain waits until the orders are acked and closes the service. Only Kafka tells while a consumer runs.
-func (s *service) drain(t *testing.T) {
-	t.Helper()
-	require.Eventually(t, func() bool { return s.unacked(t, s.Orders) == 0 }, patience, 20*time.Millisecond, "%v", s.state(t))
-	s.close(t)
-	require.Zero(t, s.unacked(t, s.Orders))
+func (s *service) drain() {
+	s.Helper()
+	require.Eventually(s, func() bool { return s.unacked(s.Orders) == 0 }, patience, 20*time.Millisecond, "%v", s.state())
+	s.close()
+	require.Zero(s, s.unacked(s.Orders))
 }
 
 // onCreateLabel leaves the other handlers alone.
@@ -51,7 +51,7 @@ func TestTrap05_TwoInstallations(t *testing.T) {
 			w := newWorld(t, "kafka", 1)
 			inner, err := idempotency.New(w.store, append(options, idempotency.WithLogger(watermill.NopLogger{}))...)
 			require.NoError(t, err)
-			s := w.prepare(t, faults{})
+			s := w.prepare(faults{})
 			calls := counter()
 			s.createLabel.AddMiddleware(func(next message.HandlerFunc) message.HandlerFunc {
 				return func(msg *message.Message) ([]*message.Message, error) {
@@ -62,9 +62,9 @@ func TestTrap05_TwoInstallations(t *testing.T) {
 					return produced, err
 				}
 			}, inner.Middleware)
-			s.run(t)
-			w.publish(t, "1", "2", "1")
-			s.finish(t, "1", "2")
+			s.run()
+			w.publish("1", "2", "1")
+			s.finish("1", "2")
 		})
 	}
 }
@@ -73,10 +73,10 @@ func TestTrap05_TwoInstallations(t *testing.T) {
 // message's context.
 func TestTrap07_InstantAckLosesAndIsTold(t *testing.T) {
 	t.Parallel()
-	overTransports(t, func(t *testing.T, w *world) {
+	overTransports(t, func(w *world) {
 		logs := watermill.NewCaptureLogger()
 		events := make(chan idempotency.Event, 1)
-		s := w.start(t, faults{
+		s := w.start(faults{
 			outer:  []message.HandlerMiddleware{middleware.InstantAck},
 			handle: func(context.Context, pgx.Tx, int) error { return errFault },
 			options: []idempotency.Option{
@@ -84,15 +84,15 @@ func TestTrap07_InstantAckLosesAndIsTold(t *testing.T) {
 				idempotency.WithObserver(idempotency.ObserverFunc(func(_ context.Context, e idempotency.Event) { events <- e })),
 			},
 		})
-		w.publish(t, "1")
+		w.publish("1")
 		e := <-events
-		require.True(t, e.EarlyAck)
-		require.NotEqual(t, idempotency.Processed, e.Outcome)
-		require.True(t, logs.HasError(e.Err), "the loss is logged")
-		require.Eventually(t, func() bool { return w.unacked(t, w.Orders) == 0 }, patience, 20*time.Millisecond)
-		s.close(t)
-		require.Zero(t, w.unacked(t, w.Orders))
-		require.Empty(t, w.effects(t, "create-label"))
+		require.True(w, e.EarlyAck)
+		require.NotEqual(w, idempotency.Processed, e.Outcome)
+		require.True(w, logs.HasError(e.Err), "the loss is logged")
+		require.Eventually(w, func() bool { return w.unacked(w.Orders) == 0 }, patience, 20*time.Millisecond)
+		s.close()
+		require.Zero(w, w.unacked(w.Orders))
+		require.Empty(w, w.effects("create-label"))
 	}, "kafka", "rabbitmq")
 }
 
@@ -102,11 +102,11 @@ type createLabelCommand struct{ Order string }
 func TestTrap08_CommandProcessorThatAcksErrors(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, "kafka", 1)
-	s := w.newService(t, faults{})
+	s := w.newService(faults{})
 	processor, err := cqrs.NewCommandProcessorWithConfig(s.router, cqrs.CommandProcessorConfig{
 		GenerateSubscribeTopic: func(cqrs.CommandProcessorGenerateSubscribeTopicParams) (string, error) { return w.Orders, nil },
 		SubscriberConstructor: func(cqrs.CommandProcessorSubscriberConstructorParams) (message.Subscriber, error) {
-			return w.subscriber(t, w.Orders), nil
+			return w.subscriber(w.Orders), nil
 		},
 		OnHandle: func(params cqrs.CommandProcessorOnHandleParams) error {
 			ctx := params.Message.Context()
@@ -123,7 +123,7 @@ func TestTrap08_CommandProcessorThatAcksErrors(t *testing.T) {
 	})
 	require.NoError(t, err)
 	calls := counter()
-	require.NoError(t, processor.AddHandlers(cqrs.NewCommandHandler("create-label", func(ctx context.Context, c *createLabelCommand) error {
+	handler := cqrs.NewCommandHandler("create-label", func(ctx context.Context, c *createLabelCommand) error {
 		tx, err := idempotency.TxFromContext[pgx.Tx](ctx)
 		if err != nil {
 			return err
@@ -135,38 +135,36 @@ func TestTrap08_CommandProcessorThatAcksErrors(t *testing.T) {
 			return errFault
 		}
 		return write(ctx, tx, "whole", c.Order)
-	})))
-	s.run(t)
+	})
+	require.NoError(t, processor.AddHandlers(handler))
+	s.run()
 	msg, err := cqrs.JSONMarshaler{}.Marshal(createLabelCommand{"1"})
 	require.NoError(t, err)
 	msg.Metadata.Set(idempotency.EventIDMetadata, "1")
-	w.send(t, w.Orders, msg, msg.Copy())
-	s.drain(t)
-	require.Equal(t, map[string]int{"1": 1}, w.effects(t, "half"))
-	require.Equal(t, map[string]int{"1": 1}, w.effects(t, "whole"))
+	w.send(w.Orders, msg, msg.Copy())
+	s.drain()
+	require.Equal(t, map[string]int{"1": 1}, w.effects("half"))
+	require.Equal(t, map[string]int{"1": 1}, w.effects("whole"))
 }
 
 // Timeout leaves a cancelled context in the message. The second attempt of Retry, which does not reset it, finds a live
 // one, and a transaction of its own.
 func TestTrap14_RetryAfterTimeout(t *testing.T) {
 	t.Parallel()
-	for name, order := range map[string]func(attempts *atomic.Int32) faults{
-		"timeout inside": func(attempts *atomic.Int32) faults {
-			return faults{
-				outer: []message.HandlerMiddleware{reset(attempts), middleware.Retry{MaxRetries: 1, InitialInterval: time.Millisecond}.Middleware},
-				inner: []message.HandlerMiddleware{onCreateLabel(middleware.Timeout(200 * time.Millisecond))},
-			}
-		},
-		"timeout outside": func(attempts *atomic.Int32) faults {
-			retry := middleware.Retry{MaxRetries: 1, InitialInterval: time.Millisecond, ResetContextOnRetry: true}
-			return faults{outer: []message.HandlerMiddleware{reset(attempts), retry.Middleware, onCreateLabel(middleware.Timeout(200 * time.Millisecond))}}
-		},
+	timeout := onCreateLabel(middleware.Timeout(200 * time.Millisecond))
+	once := middleware.Retry{MaxRetries: 1, InitialInterval: time.Millisecond}
+	onceWithReset := once
+	onceWithReset.ResetContextOnRetry = true
+	for name, f := range map[string]faults{
+		"timeout inside":  {outer: []message.HandlerMiddleware{once.Middleware}, inner: []message.HandlerMiddleware{timeout}},
+		"timeout outside": {outer: []message.HandlerMiddleware{onceWithReset.Middleware, timeout}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			overTransports(t, func(t *testing.T, w *world) {
+			overTransports(t, func(w *world) {
 				var attempts atomic.Int32
-				f := order(&attempts)
+				f := f
+				f.outer = append([]message.HandlerMiddleware{reset(&attempts)}, f.outer...)
 				f.handle = func(ctx context.Context, _ pgx.Tx, _ int) error {
 					if attempts.Add(1) > 1 {
 						return nil
@@ -174,9 +172,9 @@ func TestTrap14_RetryAfterTimeout(t *testing.T) {
 					<-ctx.Done() // the first attempt of every delivery
 					return ctx.Err()
 				}
-				s := w.start(t, f)
-				w.publish(t, "1")
-				s.finish(t, "1")
+				s := w.start(f)
+				w.publish("1")
+				s.finish("1")
 			}, "kafka", "rabbitmq")
 		})
 	}
@@ -195,11 +193,11 @@ func reset(attempts *atomic.Int32) message.HandlerMiddleware {
 // watermill-amqp hands over an empty message when its channel closes, here because the queue is deleted.
 func TestTrap16_PhantomMessageIsNotPoisoned(t *testing.T) {
 	t.Parallel()
-	overTransports(t, func(t *testing.T, w *world) {
-		dead := w.publisher(t)
-		t.Cleanup(func() { _ = dead.Close() })
+	overTransports(t, func(w *world) {
+		dead := w.publisher()
+		w.Cleanup(func() { _ = dead.Close() })
 		poison, err := middleware.PoisonQueueWithFilter(dead, w.Dead, func(err error) bool { return !idempotency.IsTransient(err) })
-		require.NoError(t, err)
+		require.NoError(w, err)
 		phantom := make(chan struct{})
 		var once sync.Once
 		tell := func(next message.HandlerFunc) message.HandlerFunc {
@@ -212,15 +210,15 @@ func TestTrap16_PhantomMessageIsNotPoisoned(t *testing.T) {
 				return produced, err
 			}
 		}
-		s := w.start(t, faults{outer: []message.HandlerMiddleware{tell, poison}})
+		s := w.start(faults{outer: []message.HandlerMiddleware{tell, poison}})
 		rabbit, ok := w.transport.(*rabbitTransport)
-		require.True(t, ok)
-		rabbit.delete(t, w.Orders)
+		require.True(w, ok)
+		rabbit.delete(w.Orders)
 		<-phantom
-		rabbit.declare(t, w.Orders)
-		w.publish(t, "1")
-		s.finish(t, "1")
-		require.Zero(t, w.unacked(t, w.Dead), "dead letters that nobody has sent")
+		rabbit.declare(w.Orders)
+		w.publish("1")
+		s.finish("1")
+		require.Zero(w, w.unacked(w.Dead), "dead letters that nobody has sent")
 	}, "rabbitmq", "rabbitmq-quorum")
 }
 
@@ -230,11 +228,11 @@ type orderPaid struct{ Order string }
 func TestTrap20_EventGroupHasOneClaim(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, "kafka", 1)
-	s := w.newService(t, faults{})
+	s := w.newService(faults{})
 	processor, err := cqrs.NewEventGroupProcessorWithConfig(s.router, cqrs.EventGroupProcessorConfig{
 		GenerateSubscribeTopic: func(cqrs.EventGroupProcessorGenerateSubscribeTopicParams) (string, error) { return w.Orders, nil },
 		SubscriberConstructor: func(cqrs.EventGroupProcessorSubscriberConstructorParams) (message.Subscriber, error) {
-			return w.subscriber(t, w.Orders), nil
+			return w.subscriber(w.Orders), nil
 		},
 		Marshaler: cqrs.JSONMarshaler{},
 	})
@@ -253,53 +251,60 @@ func TestTrap20_EventGroupHasOneClaim(t *testing.T) {
 		})
 	}
 	require.NoError(t, processor.AddHandlersGroup("shipping", handler("first", false), handler("second", true)))
-	s.run(t)
+	s.run()
 	msg, err := cqrs.JSONMarshaler{}.Marshal(orderPaid{"1"})
 	require.NoError(t, err)
 	msg.Metadata.Set(idempotency.EventIDMetadata, "1")
-	w.send(t, w.Orders, msg, msg.Copy())
-	s.drain(t)
-	require.Equal(t, map[string]int{"1": 1}, w.effects(t, "first"))
-	require.Equal(t, map[string]int{"1": 1}, w.effects(t, "second"))
-	require.Equal(t, map[string]int{"shipping": 1}, w.counts(t, "select subscriber_id, count(*) from idempotency_claim group by 1"))
+	w.send(w.Orders, msg, msg.Copy())
+	s.drain()
+	require.Equal(t, map[string]int{"1": 1}, w.effects("first"))
+	require.Equal(t, map[string]int{"1": 1}, w.effects("second"))
+	require.Equal(t, map[string]int{"shipping": 1}, w.claims())
+}
+
+// claims counts them by subscriber.
+func (w *world) claims() map[string]int {
+	w.Helper()
+	return w.counts("select subscriber_id, count(*) from idempotency_claim group by 1")
 }
 
 // Two handlers have one topic: each processes each event, under its own name.
 func TestTrap20_EachHandlerHasItsClaim(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, "kafka", 1)
-	s := w.newService(t, faults{options: []idempotency.Option{idempotency.WithSubscriberPrefix("shop.")}})
+	s := w.newService(faults{options: []idempotency.Option{idempotency.WithSubscriberPrefix("shop.")}})
 	for i, name := range []string{"create-label", "notify"} {
-		subscriber := w.subscriber(t, w.Orders+strings.Repeat("x", i)) // another group
+		subscriber := w.subscriber(w.Orders + strings.Repeat("x", i)) // another group
 		s.router.AddConsumerHandler(name, w.Orders, subscriber, idempotency.ConsumerHandler(
 			func(ctx context.Context, tx pgx.Tx, msg *message.Message) error {
 				return write(ctx, tx, name, msg.Metadata.Get(idempotency.EventIDMetadata))
 			}))
 	}
-	s.run(t)
-	w.publish(t, "1", "1")
-	require.Eventually(t, func() bool { return len(w.effects(t, "notify")) == 1 }, patience, 20*time.Millisecond)
-	s.drain(t)
-	require.Equal(t, map[string]int{"1": 1}, w.effects(t, "create-label"))
-	require.Equal(t, map[string]int{"1": 1}, w.effects(t, "notify"))
-	require.Equal(t, map[string]int{"shop.create-label": 1, "shop.notify": 1}, w.counts(t, "select subscriber_id, count(*) from idempotency_claim group by 1"))
+	s.run()
+	w.publish("1", "1")
+	require.Eventually(t, func() bool { return len(w.effects("notify")) == 1 }, patience, 20*time.Millisecond)
+	s.drain()
+	require.Equal(t, map[string]int{"1": 1}, w.effects("create-label"))
+	require.Equal(t, map[string]int{"1": 1}, w.effects("notify"))
+	require.Equal(t, map[string]int{"shop.create-label": 1, "shop.notify": 1}, w.claims())
 }
 
 // After the commit nothing turns success into failure: an order is delivered once, whatever observers and hooks do.
 func TestTrap38_ObserversAndHooksThatFail(t *testing.T) {
 	t.Parallel()
-	overTransports(t, func(t *testing.T, w *world) {
-		s := w.start(t, faults{
+	observer := idempotency.ObserverFunc(func(context.Context, idempotency.Event) { panic(errFault) })
+	overTransports(t, func(w *world) {
+		s := w.start(faults{
 			handle: func(ctx context.Context, _ pgx.Tx, _ int) error {
 				if err := idempotency.AfterCommit(ctx, func(context.Context) error { panic(errFault) }); err != nil {
 					return err
 				}
 				return idempotency.AfterCommit(ctx, func(context.Context) error { return errFault })
 			},
-			options: []idempotency.Option{idempotency.WithObserver(idempotency.ObserverFunc(func(context.Context, idempotency.Event) { panic(errFault) }))},
+			options: []idempotency.Option{idempotency.WithObserver(observer)},
 		})
-		w.publish(t, "1", "2")
-		s.finish(t, "1", "2")
-		require.Equal(t, map[string]int{"1": 1, "2": 1}, w.counts(t, "select event_id, count(*) from arrival group by 1"))
+		w.publish("1", "2")
+		s.finish("1", "2")
+		require.Equal(w, map[string]int{"1": 1, "2": 1}, w.counts("select event_id, count(*) from arrival group by 1"))
 	}, "kafka", "rabbitmq")
 }

@@ -32,50 +32,50 @@ func TestVolume(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t, name, volumePartitions)
 			begun := time.Now()
-			w.publishVolume(t)
+			w.publishVolume()
 			published := time.Now()
 			outcomes := &outcomes{}
 
 			entered := make(chan struct{})
 			var hold atomic.Bool
-			first := w.startConsumer(t, outcomes, func(ctx context.Context) error {
+			first := w.startConsumer(outcomes, func(ctx context.Context) error {
 				if hold.CompareAndSwap(true, false) {
 					close(entered)
 					<-ctx.Done() // and it succeeds: the commit stands, and the broker delivers again
 				}
 				return nil
 			})
-			kill := startProcess(t, child{w.place, nowhere})
-			w.awaitEffects(t, volumeEvents/5)
-			second := w.startConsumer(t, outcomes, nil)
-			w.awaitEffects(t, 2*volumeEvents/5)
+			kill := w.startProcess(nowhere)
+			w.awaitEffects(volumeEvents / 5)
+			second := w.startConsumer(outcomes, nil)
+			w.awaitEffects(2 * volumeEvents / 5)
 			hold.Store(true)
 			<-entered
-			first.close(t)
-			w.awaitEffects(t, 3*volumeEvents/5)
+			first.close()
+			w.awaitEffects(3 * volumeEvents / 5)
 			kill()
-			w.awaitEffects(t, volumeEvents)
-			require.Eventually(t, func() bool { return w.unacked(t, w.Orders) == 0 }, patience, 100*time.Millisecond)
-			second.close(t)
+			w.awaitEffects(volumeEvents)
+			require.Eventually(t, func() bool { return w.unacked(w.Orders) == 0 }, patience, 100*time.Millisecond)
+			second.close()
 			// An ack may have been slower than the closing.
-			for last := w.startConsumer(t, outcomes, nil); w.unacked(t, w.Orders) > 0; last = w.startConsumer(t, outcomes, nil) {
-				require.Eventually(t, func() bool { return w.unacked(t, w.Orders) == 0 }, patience, 100*time.Millisecond)
-				last.close(t)
+			for last := w.startConsumer(outcomes, nil); w.unacked(w.Orders) > 0; last = w.startConsumer(outcomes, nil) {
+				require.Eventually(t, func() bool { return w.unacked(w.Orders) == 0 }, patience, 100*time.Millisecond)
+				last.close()
 			}
 
-			effects, events := w.count(t, "select count(*) from effect"), w.count(t, "select count(distinct event_id) from effect")
+			effects, events := w.count("select count(*) from effect"), w.count("select count(distinct event_id) from effect")
 			t.Logf("%d messages about %d events published in %v; %d effects of %d events in %v; outcomes, without those of the killed process: %v",
 				volumeEvents+volumeDuplicates, volumeEvents, published.Sub(begun).Round(time.Millisecond),
 				effects, events, time.Since(published).Round(time.Millisecond), outcomes)
 			require.Equal(t, volumeEvents, effects)
 			require.Equal(t, volumeEvents, events)
-			require.Equal(t, volumeEvents, w.count(t, "select count(*) from idempotency_claim"))
+			require.Equal(t, volumeEvents, w.count("select count(*) from idempotency_claim"))
 		})
 	}
 }
 
-func (w *world) publishVolume(t *testing.T) {
-	t.Helper()
+func (w *world) publishVolume() {
+	w.Helper()
 	messages := make([]*message.Message, 0, volumeEvents+volumeDuplicates)
 	for i := range volumeEvents {
 		messages = append(messages, newOrder(fmt.Sprint(i)))
@@ -84,23 +84,25 @@ func (w *world) publishVolume(t *testing.T) {
 		messages = append(messages, newOrder(fmt.Sprint(rand.N(volumeEvents))))
 	}
 	rand.Shuffle(len(messages), func(i, j int) { messages[i], messages[j] = messages[j], messages[i] })
-	publisher := w.publisher(t)
+	publisher := w.publisher()
 	const workers = 8
 	errs := make(chan error, workers)
 	for i := range workers {
-		go func() { errs <- publisher.Publish(w.Orders, messages[i*len(messages)/workers:(i+1)*len(messages)/workers]...) }()
+		go func() {
+			errs <- publisher.Publish(w.Orders, messages[i*len(messages)/workers:(i+1)*len(messages)/workers]...)
+		}()
 	}
 	for range workers {
-		require.NoError(t, <-errs)
+		require.NoError(w, <-errs)
 	}
-	require.NoError(t, publisher.Close())
+	require.NoError(w, publisher.Close())
 }
 
 // startConsumer starts a service whose only handler produces nothing.
-func (w *world) startConsumer(t *testing.T, o *outcomes, handle func(ctx context.Context) error) *service {
-	t.Helper()
-	s := w.newService(t, faults{options: []idempotency.Option{idempotency.WithObserver(o)}})
-	subscriber := w.subscriber(t, w.Orders)
+func (w *world) startConsumer(o *outcomes, handle func(ctx context.Context) error) *service {
+	w.Helper()
+	s := w.newService(faults{options: []idempotency.Option{idempotency.WithObserver(o)}})
+	subscriber := w.subscriber(w.Orders)
 	if w.Transport != "kafka" {
 		subscriber = merged{subscriber, volumePrefetch}
 	}
@@ -111,14 +113,14 @@ func (w *world) startConsumer(t *testing.T, o *outcomes, handle func(ctx context
 			}
 			return handle(ctx)
 		}))
-	s.run(t)
+	s.run()
 	return s
 }
 
-func (w *world) awaitEffects(t *testing.T, n int) {
-	t.Helper()
-	require.Eventually(t, func() bool { return w.count(t, "select count(*) from effect") >= n }, patience, 50*time.Millisecond,
-		"%v", lazy(func() string { return fmt.Sprint(w.count(t, "select count(*) from effect"), " effects") }))
+func (w *world) awaitEffects(n int) {
+	w.Helper()
+	require.Eventually(w, func() bool { return w.count("select count(*) from effect") >= n }, patience, 50*time.Millisecond,
+		"%v", lazy(func() string { return fmt.Sprint(w.count("select count(*) from effect"), " effects") }))
 }
 
 // merged subscribes many times: watermill-amqp has one message in flight for each subscription.
