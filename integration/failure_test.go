@@ -64,20 +64,31 @@ func TestDatabaseConnectionLostBeforeCommit(t *testing.T) {
 
 func TestTrap11_RouterClosedBeforeCommit(t *testing.T) {
 	t.Parallel()
-	overTransports(t, func(w *world) {
-		entered := make(chan struct{})
-		s := w.start(faults{handle: onFirst(func(ctx context.Context, _ pgx.Tx) error {
-			close(entered)
-			<-ctx.Done()
-			return ctx.Err()
-		})})
-		w.publish("1")
-		<-entered
-		s.close()
-		require.Empty(w, w.effects("create-label"), "a handler that has not succeeded is rolled back")
-		w.publish("2")
-		w.start(faults{}).finish("1", "2")
-	})
+	for name, test := range map[string]struct {
+		handler   func(ctx context.Context) error // once its context has ended
+		committed map[string]int
+	}{
+		"handler has not succeeded": {context.Context.Err, map[string]int{}},
+		"handler succeeds":          {func(context.Context) error { return nil }, map[string]int{"1": 1}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			overTransports(t, func(w *world) {
+				entered := make(chan struct{})
+				s := w.start(faults{handle: onFirst(func(ctx context.Context, _ pgx.Tx) error {
+					close(entered)
+					<-ctx.Done()
+					return test.handler(ctx)
+				})})
+				w.publish("1")
+				<-entered
+				s.close()
+				require.Equal(w, test.committed, w.effects("create-label"))
+				w.publish("2")
+				w.start(faults{}).finish("1", "2")
+			})
+		})
+	}
 }
 
 func TestTrap03_AnswerToCommitLost(t *testing.T) {
@@ -188,9 +199,7 @@ func TestDuplicateAfterSuccess(t *testing.T) {
 func TestNoUsableIDGoesToTheDeadLetterQueue(t *testing.T) {
 	t.Parallel()
 	overTransports(t, func(w *world) {
-		dead := w.publisher()
-		w.Cleanup(func() { _ = dead.Close() })
-		poison, err := middleware.PoisonQueueWithFilter(dead, w.Dead, idempotency.IsPermanent)
+		poison, err := middleware.PoisonQueueWithFilter(w.ownPublisher(), w.Dead, idempotency.IsPermanent)
 		require.NoError(w, err)
 		s := w.start(faults{outer: []message.HandlerMiddleware{poison}})
 

@@ -109,6 +109,14 @@ func (w *world) publish(eventIDs ...string) {
 	w.send(w.Orders, messages...)
 }
 
+// ownPublisher returns a publisher that no router closes.
+func (w *world) ownPublisher() message.Publisher {
+	w.Helper()
+	publisher := w.publisher()
+	w.Cleanup(func() { require.NoError(w, publisher.Close()) })
+	return publisher
+}
+
 func (w *world) send(topic string, messages ...*message.Message) {
 	w.Helper()
 	publisher := w.publisher()

@@ -194,9 +194,7 @@ func reset(attempts *atomic.Int32) message.HandlerMiddleware {
 func TestTrap16_PhantomMessageIsNotPoisoned(t *testing.T) {
 	t.Parallel()
 	overTransports(t, func(w *world) {
-		dead := w.publisher()
-		w.Cleanup(func() { _ = dead.Close() })
-		poison, err := middleware.PoisonQueueWithFilter(dead, w.Dead, func(err error) bool { return !idempotency.IsTransient(err) })
+		poison, err := middleware.PoisonQueueWithFilter(w.ownPublisher(), w.Dead, func(err error) bool { return !idempotency.IsTransient(err) })
 		require.NoError(w, err)
 		phantom := make(chan struct{})
 		var once sync.Once
