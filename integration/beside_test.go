@@ -64,7 +64,7 @@ func (w *world) poison() message.HandlerMiddleware {
 	w.Helper()
 	poison, err := middleware.PoisonQueue(w.ownPublisher(), w.Dead)
 	require.NoError(w, err)
-	return onCreateLabel(poison)
+	return on("create-label", poison)
 }
 
 // produceAndFail makes the handler return its messages together with an error, as no handler should.
@@ -94,7 +94,7 @@ func TestTrap22_MiddlewareOutsideOfTheTransaction(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t, "kafka", 1)
-			s := w.start(faults{outer: test.outer(w), inner: []message.HandlerMiddleware{onCreateLabel(produceAndFail)}})
+			s := w.start(faults{outer: test.outer(w), inner: []message.HandlerMiddleware{on("create-label", produceAndFail)}})
 			w.publish("1")
 			s.drain()
 			require.Empty(t, w.effects("create-label"))
@@ -122,7 +122,7 @@ func TestTrap22_MiddlewareInsideOfTheTransactionCommitsFailures(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t, "kafka", 1)
-			s := w.start(faults{inner: []message.HandlerMiddleware{test.inner(w), onCreateLabel(produceAndFail)}})
+			s := w.start(faults{inner: []message.HandlerMiddleware{test.inner(w), on("create-label", produceAndFail)}})
 			w.publish("1")
 			s.drain()
 			require.Equal(t, map[string]int{"1": 1}, w.effects("create-label"))

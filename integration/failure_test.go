@@ -112,6 +112,9 @@ func TestTrap01_PublishFailsAfterCommit(t *testing.T) {
 	t.Parallel()
 	overTransports(t, func(w *world) {
 		s := w.start(faults{publish: func(call int, publish func() error) error {
+			if call == 1 {
+				<-time.After(glance) // a background that removes what is acked has had its time
+			}
 			if call <= 3 {
 				return errFault
 			}

@@ -19,8 +19,11 @@ import (
 	"github.com/watermill-idempotency/idempotency/postgres"
 )
 
-// patience is how long the tests wait for what must happen.
-const patience = time.Minute
+// patience is how long the tests wait for what must happen, and glance how long for what must not.
+const (
+	patience = time.Minute
+	glance   = 300 * time.Millisecond
+)
 
 var errFault = errors.New("a fault of the test")
 

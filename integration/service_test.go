@@ -52,8 +52,7 @@ func (w *world) prepare(f faults) *service {
 	s := w.newService(f)
 	s.createLabel = s.router.AddHandler("create-label", w.Orders, w.subscriber(w.Orders),
 		w.Labels, w.faultyPublisher(f), createLabel(f))
-	s.router.AddConsumerHandler("note-label", w.Labels, w.subscriber(w.Labels), idempotency.ConsumerHandler(noteLabel)).
-		AddMiddleware(w.recordArrival)
+	s.router.AddConsumerHandler("note-label", w.Labels, w.subscriber(w.Labels), idempotency.ConsumerHandler(noteLabel))
 	return s
 }
 
@@ -67,6 +66,7 @@ func (w *world) newService(f faults) *service {
 	require.NoError(w, err)
 	s.router, err = message.NewRouter(message.RouterConfig{CloseTimeout: 30 * time.Second}, watermill.NopLogger{})
 	require.NoError(w, err)
+	s.router.AddMiddleware(on("note-label", w.recordArrival))
 	s.router.AddMiddleware(f.outer...)
 	s.router.AddMiddleware(s.idem.Middleware)
 	s.router.AddMiddleware(f.inner...)
@@ -123,6 +123,19 @@ func noteLabel(ctx context.Context, tx pgx.Tx, msg *message.Message) error {
 func write(ctx context.Context, tx pgx.Tx, handler, eventID string) error {
 	_, err := tx.Exec(ctx, "insert into effect values ($1, $2)", handler, eventID)
 	return err
+}
+
+// on is middleware for one handler.
+func on(handler string, m message.HandlerMiddleware) message.HandlerMiddleware {
+	return func(next message.HandlerFunc) message.HandlerFunc {
+		wrapped := m(next)
+		return func(msg *message.Message) ([]*message.Message, error) {
+			if message.HandlerNameFromCtx(msg.Context()) != handler {
+				return next(msg)
+			}
+			return wrapped(msg)
+		}
+	}
 }
 
 // recordArrival commits that a label has arrived, whatever becomes of it.

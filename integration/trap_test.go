@@ -26,19 +26,6 @@ func (s *service) drain() {
 	require.Zero(s, s.unacked(s.Orders))
 }
 
-// onCreateLabel leaves the other handlers alone.
-func onCreateLabel(m message.HandlerMiddleware) message.HandlerMiddleware {
-	return func(next message.HandlerFunc) message.HandlerFunc {
-		wrapped := m(next)
-		return func(msg *message.Message) ([]*message.Message, error) {
-			if message.HandlerNameFromCtx(msg.Context()) != "create-label" {
-				return next(msg)
-			}
-			return wrapped(msg)
-		}
-	}
-}
-
 // The middleware is on the router, and by another name on the handler. A failure between the two must undo the inner one.
 func TestTrap05_TwoInstallations(t *testing.T) {
 	t.Parallel()
@@ -151,7 +138,7 @@ func TestTrap08_CommandProcessorThatAcksErrors(t *testing.T) {
 // one, and a transaction of its own.
 func TestTrap14_RetryAfterTimeout(t *testing.T) {
 	t.Parallel()
-	timeout := onCreateLabel(middleware.Timeout(200 * time.Millisecond))
+	timeout := on("create-label", middleware.Timeout(200*time.Millisecond))
 	once := middleware.Retry{MaxRetries: 1, InitialInterval: time.Millisecond}
 	onceWithReset := once
 	onceWithReset.ResetContextOnRetry = true
@@ -182,7 +169,7 @@ func TestTrap14_RetryAfterTimeout(t *testing.T) {
 
 // reset begins to count anew with each delivery.
 func reset(attempts *atomic.Int32) message.HandlerMiddleware {
-	return onCreateLabel(func(next message.HandlerFunc) message.HandlerFunc {
+	return on("create-label", func(next message.HandlerFunc) message.HandlerFunc {
 		return func(msg *message.Message) ([]*message.Message, error) {
 			attempts.Store(0)
 			return next(msg)
