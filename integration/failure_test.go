@@ -81,7 +81,7 @@ func TestTrap11_RouterClosedBeforeCommit(t *testing.T) {
 					return test.handler(ctx)
 				})})
 				w.publish("1")
-				<-entered
+				receive(w, entered)
 				s.close()
 				require.Equal(w, test.committed, w.effects("create-label"))
 				w.publish("2")
@@ -136,7 +136,7 @@ func TestTrap01_RouterClosesPublisherBeforePublish(t *testing.T) {
 			return nil
 		})})
 		w.publish("1")
-		<-entered
+		receive(w, entered)
 		s.close()
 		require.Equal(w, map[string]int{"1": 1}, w.effects("create-label"), "a handler that has succeeded is committed")
 		require.Equal(w, 1, w.count("select count(*) from idempotency_produced_message"))
@@ -180,7 +180,7 @@ func TestPublishedAndAckLost(t *testing.T) {
 			return nil
 		}})
 		w.publish("1")
-		<-published
+		receive(w, published)
 		s.close()
 		require.Eventually(w, func() bool { return w.unacked(w.Orders) == 1 }, patience, 20*time.Millisecond, "%v", w.state())
 		w.publish("2")
@@ -239,7 +239,7 @@ func TestNoUsableIDStaysWithTheBroker(t *testing.T) {
 		delete(msg.Metadata, idempotency.EventIDMetadata)
 		w.send(w.Orders, msg)
 		for range 2 {
-			require.ErrorIs(w, <-refused, idempotency.ErrMissingKey)
+			require.ErrorIs(w, receive(w, refused), idempotency.ErrMissingKey)
 		}
 		s.close()
 		require.Empty(w, w.effects("create-label"))

@@ -162,6 +162,16 @@ func (w *world) count(sql string, args ...any) (n int) {
 	return n
 }
 
+// receive waits for what must come.
+func receive[T any](t require.TestingT, from <-chan T) (value T) {
+	select {
+	case value = <-from:
+	case <-time.After(patience):
+		require.FailNow(t, "nothing came")
+	}
+	return value
+}
+
 // lazy is looked at when it is printed.
 type lazy func() string
 

@@ -37,7 +37,8 @@ func (w *world) twoConsumers(policy idempotency.InFlight, result error) {
 	if k, ok := w.transport.(*kafkaTransport); ok {
 		k.rebalanceTimeout = time.Second
 	}
-	entered, release := make(chan struct{}), make(chan error)
+	entered, release := make(chan struct{}), make(chan error, 1)
+	defer close(release)
 	first := w.start(faults{
 		options: []idempotency.Option{idempotency.WithInFlight(policy)},
 		handle: onFirst(func(context.Context, pgx.Tx) error {
@@ -46,7 +47,7 @@ func (w *world) twoConsumers(policy idempotency.InFlight, result error) {
 		}),
 	})
 	w.publish("1")
-	<-entered
+	receive(w, entered)
 
 	closed := make(chan struct{})
 	leave := func() {
@@ -69,7 +70,7 @@ func (w *world) twoConsumers(policy idempotency.InFlight, result error) {
 		})),
 	}})
 	if _, bounded := policy.Limit(); bounded {
-		<-refused
+		receive(w, refused)
 	} else {
 		require.Eventually(w, w.claimWaits, patience, 20*time.Millisecond, "the second claim waits for the first")
 	}

@@ -72,7 +72,7 @@ func TestTrap07_InstantAckLosesAndIsTold(t *testing.T) {
 			},
 		})
 		w.publish("1")
-		e := <-events
+		e := receive(w, events)
 		require.True(w, e.EarlyAck)
 		require.NotEqual(w, idempotency.Processed, e.Outcome)
 		require.True(w, logs.HasError(e.Err), "the loss is logged")
@@ -199,7 +199,7 @@ func TestTrap16_PhantomMessageIsNotPoisoned(t *testing.T) {
 		rabbit, ok := w.transport.(*rabbitTransport)
 		require.True(w, ok)
 		rabbit.delete(w.Orders)
-		<-phantom
+		receive(w, phantom)
 		rabbit.declare(w.Orders)
 		w.publish("1")
 		s.finish("1")

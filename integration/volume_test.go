@@ -50,7 +50,7 @@ func TestVolume(t *testing.T) {
 			second := w.startConsumer(outcomes, nil)
 			w.awaitEffects(2 * volumeEvents / 5)
 			hold.Store(true)
-			<-entered
+			receive(t, entered)
 			first.close()
 			w.awaitEffects(3 * volumeEvents / 5)
 			kill()
