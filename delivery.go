@@ -132,6 +132,13 @@ func (d *delivery) rollback(detached context.Context, tx Tx) {
 	}
 }
 
+// settle is detached like the commit: a handler that has succeeded is not undone because its router is closing.
+func (d *delivery) settle(inside context.Context, produced []*message.Message) (stored, published []*message.Message, err error) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(inside), d.m.commitTimeout)
+	defer cancel()
+	return d.m.produced.settle(ctx, produced)
+}
+
 // runHooks runs the functions of [AfterCommit].
 func (d *delivery) runHooks(detached context.Context, hooks []func(ctx context.Context) error) error {
 	if len(hooks) == 0 {
@@ -186,6 +193,8 @@ func (d *delivery) judge(op Op, err error) (_ Outcome, transient bool) {
 		return CommitUnknown, true
 	case d.store.Classify(err) != FaultOther:
 		return Transient, true
+	case op == OpHandler && (errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded)):
+		return Transient, false // IsTransient sees it, and what the handler returned is handed on as it is
 	}
 	return HandlerFailed, false
 }

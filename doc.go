@@ -58,5 +58,6 @@
 // # Stores
 //
 // Package postgres is the main store, on pgx. Package sqlstore is on database/sql, for PostgreSQL and SQLite. Package
-// storetest tells whether a [Store] of one's own keeps the contract; package idempotencytest has one in memory.
+// storetest tells whether a [Store] of one's own keeps the contract; package idempotencytest has one in memory. Package outbox publishes in the
+// handler's transaction.
 package idempotency

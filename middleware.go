@@ -165,7 +165,7 @@ func (d *delivery) attempt(ctx context.Context, next message.HandlerFunc) (_ []*
 	op := OpHandler
 	if err == nil && a.marked() == nil {
 		op = OpProduced
-		stored, produced, err = d.m.produced.settle(inside, produced)
+		stored, produced, err = d.settle(inside, produced)
 	}
 	hooks, mark := a.end()
 	returned = true

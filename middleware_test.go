@@ -327,7 +327,7 @@ func TestTrap11_HandlerThatWasCancelledIsRolledBack(t *testing.T) {
 
 	_, err = handle(msg) // with the context that was cancelled
 	require.ErrorIs(t, err, context.Canceled)
-	require.Equal(t, []idempotency.Outcome{idempotency.HandlerFailed, idempotency.Transient}, b.observed.outcomes())
+	require.Equal(t, []idempotency.Outcome{idempotency.Transient, idempotency.Transient}, b.observed.outcomes())
 }
 
 func TestTrap12_InFlightPolicies(t *testing.T) {

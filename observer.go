@@ -40,7 +40,8 @@ const (
 	HandlerPanicked
 	// Retried: a serialization failure or a deadlock; a fresh transaction follows at once.
 	Retried
-	// Transient: the database had trouble, or the program is wired wrongly. The message is not at fault.
+	// Transient: the database had trouble, the handler gave up because its context had ended (a router that closes, a
+	// timeout), or the program is wired wrongly. The message is not at fault.
 	Transient
 	// Permanent: the message is at fault, see [IsPermanent].
 	Permanent

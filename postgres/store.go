@@ -78,11 +78,11 @@ func New(ctx context.Context, pool *pgxpool.Pool, opts ...Option) (*Store, error
 				" select $1, $2, m.position, m.uuid, m.metadata, m.payload" +
 				" from rows from (pg_catalog.unnest($3::text[]), pg_catalog.unnest($4::bytea[]), pg_catalog.unnest($5::bytea[])) with ordinality m (uuid, metadata, payload, position)",
 			// In the order of the key, so that two instances do not wait for each other.
-			acked: "with acked as (select p.ctid from " + t.Produced + " p" +
+			// Without "for update", which would need the privilege to update. The rows are met in physical order, so that
+			// two instances do not wait for each other.
+			acked: "delete from " + t.Produced + " where ctid = any (array(select p.ctid from " + t.Produced + " p" +
 				" join (select distinct subscriber_id, event_id from rows from (pg_catalog.unnest($1::text[]), pg_catalog.unnest($2::text[])) k (subscriber_id, event_id)) k" +
-				" on p.subscriber_id = k.subscriber_id and p.event_id = k.event_id" +
-				" order by p.subscriber_id, p.event_id, p.position for update of p)" +
-				" delete from " + t.Produced + " p using acked where p.ctid = acked.ctid",
+				" on p.subscriber_id = k.subscriber_id and p.event_id = k.event_id))",
 		},
 	}, nil
 }

@@ -426,3 +426,22 @@ func TestClassifyByState(t *testing.T) {
 	defer pool.Close()
 	require.Equal(t, idempotency.FaultUnavailable, b.store.Classify(pool.Ping(t.Context())), "a server that refuses connections")
 }
+
+// A role with the privileges of the package comment, and no more, can do all that a service does.
+func TestPrivilegesAreEnough(t *testing.T) {
+	t.Parallel()
+	b := open(t, pgtest.Config(t, 2))
+	b.exec(t, `grant usage on schema {schema} to pg_monitor; grant select, insert on {schema}.idempotency_claim to pg_monitor;
+		grant select, insert, delete on {schema}.idempotency_produced_message to pg_monitor`)
+	config := pgtest.Config(t, 2)
+	config.ConnConfig.RuntimeParams["role"] = "pg_monitor"
+	store, err := postgres.New(t.Context(), pgtest.Open(t, config), postgres.WithSchema(b.schema))
+	require.NoError(t, err)
+	tx, _, err := store.Claim(t.Context(), claimOf("1"))
+	require.NoError(t, err)
+	require.NoError(t, tx.Commit(t.Context(), []*message.Message{message.NewMessage("1", nil)}))
+	require.NoError(t, store.Acked(t.Context(), []idempotency.Key{claimOf("1").Key}))
+	_, record, err := store.Claim(t.Context(), claimOf("1"))
+	require.NoError(t, err)
+	require.Empty(t, record.Produced)
+}
