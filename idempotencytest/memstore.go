@@ -176,8 +176,10 @@ func (tx *MemTx) end(commit bool, produced []*message.Message) bool {
 // memTx keeps Commit and Rollback out of the handler's reach.
 type memTx struct{ tx *MemTx }
 
+// Raw implements [idempotency.Tx].
 func (t memTx) Raw() any { return t.tx }
 
+// Commit implements [idempotency.Tx].
 func (t memTx) Commit(ctx context.Context, produced []*message.Message) error {
 	s := t.tx.store
 	s.mu.Lock()
@@ -201,6 +203,7 @@ func (t memTx) Commit(ctx context.Context, produced []*message.Message) error {
 	return nil
 }
 
+// Rollback implements [idempotency.Tx].
 func (t memTx) Rollback(context.Context) error {
 	t.tx.store.mu.Lock()
 	defer t.tx.store.mu.Unlock()

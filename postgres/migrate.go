@@ -35,11 +35,13 @@ type db struct {
 	}
 }
 
+// Exec implements [pgschema.DB].
 func (d db) Exec(ctx context.Context, sql string, args ...any) error {
 	_, err := d.pgx.Exec(ctx, sql, args...)
 	return err
 }
 
+// QueryRow implements [pgschema.DB].
 func (d db) QueryRow(ctx context.Context, sql string, args []any, dest ...any) error {
 	err := d.pgx.QueryRow(ctx, sql, args...).Scan(dest...)
 	if errors.Is(err, pgx.ErrNoRows) {

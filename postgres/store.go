@@ -96,14 +96,14 @@ func (s *Store) Claim(ctx context.Context, c idempotency.Claim) (idempotency.Tx,
 	t := &tx{conn: conn, claim: c.Key, sql: &s.sql}
 	claimed, err := t.begin(ctx, s.txOptions, c)
 	if err != nil {
-		t.end(ctx)
+		_ = t.end(ctx)
 		return nil, nil, fmt.Errorf("postgres: claim: %w", claimError(err, c.InFlight))
 	}
 	if claimed {
 		return t, nil, nil
 	}
 	record, err := t.duplicate(ctx)
-	t.end(ctx)
+	_ = t.end(ctx)
 	if err != nil {
 		return nil, nil, fmt.Errorf("postgres: read the record of a duplicate: %w", err)
 	}

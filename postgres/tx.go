@@ -45,7 +45,7 @@ func (t *tx) Commit(ctx context.Context, produced []*message.Message) error {
 	if t.conn == nil {
 		return fmt.Errorf("postgres: commit: %w", idempotency.ErrTxEnded)
 	}
-	defer t.end(ctx)
+	defer func() { _ = t.end(ctx) }()
 	if err := t.check(); err != nil {
 		return fmt.Errorf("postgres: commit: %w", err)
 	}

@@ -147,16 +147,16 @@ func TestTrap29_PgBouncerInTransactionMode(t *testing.T) {
 		t.Fatal("pgbouncer is missing: install the package pgbouncer, or skip this test by -skip TestTrap29")
 	}
 	dir := t.TempDir()
-	require.NoError(t, os.Chmod(dir, 0o777)) //nolint:gosec // of this test, and for another user
+	require.NoError(t, os.Chmod(dir, 0o777))
 	for parent := filepath.Dir(dir); parent != os.TempDir() && parent != "/"; parent = filepath.Dir(parent) {
-		require.NoError(t, os.Chmod(parent, 0o755)) //nolint:gosec // likewise
+		require.NoError(t, os.Chmod(parent, 0o755))
 	}
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	port := listener.Addr().(*net.TCPAddr).Port
 	require.NoError(t, listener.Close())
 	write := func(name, text string) {
-		require.NoError(t, os.WriteFile(filepath.Join(dir, name), []byte(text), 0o644)) //nolint:gosec // for another user
+		require.NoError(t, os.WriteFile(filepath.Join(dir, name), []byte(text), 0o644))
 	}
 	write("users.txt", fmt.Sprintf("%q %q\n", direct.User, direct.Password))
 	write("pgbouncer.ini", fmt.Sprintf(`[databases]

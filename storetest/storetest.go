@@ -125,7 +125,7 @@ func (s *suite) claim(ctx context.Context, c idempotency.Claim) (tx idempotency.
 		}
 	}
 	if results != 1 {
-		err = fmt.Errorf("Claim returned %d results that are not nil, and must return exactly one: transaction %v, record %v, error %w", results, tx, record, err)
+		err = fmt.Errorf("the method Claim returned %d results that are not nil, and must return exactly one: transaction %v, record %v, error %w", results, tx, record, err)
 	}
 	return tx, record, err
 }

@@ -58,7 +58,7 @@ func (c *wireConn) Write(data []byte) (int, error) {
 
 // lose says that it has sent everything, as a network does.
 func (c *wireConn) lose(data []byte, applied bool) (int, error) {
-	defer func() { _ = c.Conn.Close() }()
+	defer func() { _ = c.Close() }()
 	if !applied {
 		_, err := c.Conn.Write(data[:len(data)/2])
 		return len(data), err
