@@ -3,6 +3,7 @@
 package bench
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"sync"
@@ -13,10 +14,12 @@ import (
 	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/jackc/pgx/v5/stdlib"
 	"github.com/stretchr/testify/require"
 
 	"github.com/watermill-idempotency/idempotency"
 	"github.com/watermill-idempotency/idempotency/internal/pgtest"
+	"github.com/watermill-idempotency/idempotency/outbox"
 	"github.com/watermill-idempotency/idempotency/postgres"
 )
 
@@ -24,6 +27,7 @@ import (
 type fixture struct {
 	pool   *pgxpool.Pool
 	store  *postgres.Store
+	schema string
 	insert string
 	claim  string
 }
@@ -32,7 +36,7 @@ func setup(b *testing.B, conns int) *fixture {
 	b.Helper()
 	ctx := b.Context()
 	schema := pgtest.Schema(b)
-	f := &fixture{pool: pgtest.Pool(b, int32(conns))}
+	f := &fixture{schema: schema, pool: pgtest.Pool(b, int32(conns))}
 	require.NoError(b, postgres.Migrate(ctx, f.pool, postgres.WithSchema(schema)))
 	var err error
 	f.store, err = postgres.New(ctx, f.pool, postgres.WithSchema(schema))
@@ -50,11 +54,9 @@ func (f *fixture) createLabel(ctx context.Context, tx pgx.Tx, eventID string) er
 	return err
 }
 
-func (f *fixture) middleware(b *testing.B, opts ...idempotency.Option) *idempotency.Middleware {
+func (f *fixture) middleware(b *testing.B) *idempotency.Middleware {
 	b.Helper()
-	m, err := idempotency.New(f.store, append([]idempotency.Option{
-		idempotency.WithSubscriberID("shipping"), idempotency.WithLogger(watermill.NopLogger{}),
-	}, opts...)...)
+	m, err := idempotency.New(f.store, idempotency.WithSubscriberID("shipping"), idempotency.WithLogger(watermill.NopLogger{}))
 	require.NoError(b, err)
 	return m
 }
@@ -121,6 +123,46 @@ func BenchmarkNew(b *testing.B) {
 				_, err := handle(newMessage(eventID))
 				return err
 			})
+		})
+	}
+}
+
+// BenchmarkProduced is a new event whose handler runs one statement and returns one message of 1 KiB, or none.
+func BenchmarkProduced(b *testing.B) {
+	const conns = 8
+	payload := bytes.Repeat([]byte("x"), 1024)
+	for _, impl := range []string{"none", "replay", "outbox"} {
+		b.Run("impl="+impl, func(b *testing.B) {
+			f := setup(b, conns)
+			var pub *outbox.Publisher
+			if impl == "outbox" {
+				db := stdlib.OpenDBFromPool(f.pool)
+				b.Cleanup(func() { require.NoError(b, db.Close()) })
+				schema := outbox.WithSchema(f.schema)
+				require.NoError(b, outbox.Migrate(b.Context(), db, schema))
+				var err error
+				pub, err = outbox.New(b.Context(), db, schema)
+				require.NoError(b, err)
+			}
+			m := f.middleware(b)
+			handle := m.Middleware(idempotency.Handler(func(ctx context.Context, tx pgx.Tx, msg *message.Message) ([]*message.Message, error) {
+				if err := f.createLabel(ctx, tx, msg.UUID); err != nil || impl == "none" {
+					return nil, err
+				}
+				produced := message.NewMessage(msg.UUID, payload)
+				if pub == nil {
+					return []*message.Message{produced}, nil
+				}
+				produced.SetContext(ctx) // as idempotency.Outbox does, under a router
+				return nil, pub.Publish("labels", produced)
+			}))
+			run(b, conns, func(eventID string) error {
+				msg := newMessage(eventID)
+				_, err := handle(msg)
+				msg.Ack() // so that the removal of what was stored is part of the cost
+				return err
+			})
+			require.NoError(b, m.Flush(b.Context()))
 		})
 	}
 }
