@@ -79,7 +79,11 @@ func (s *Store) Claim(ctx context.Context, c idempotency.Claim) (idempotency.Tx,
 func acquire(ctx context.Context, db *sql.DB, timeout time.Duration) (*sql.Conn, error) {
 	bounded, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
-	conn, err := db.Conn(bounded)
+	var conn *sql.Conn
+	err := whileBusy(bounded, func() (err error) { // the first connections to a new SQLite file may meet each other
+		conn, err = db.Conn(bounded)
+		return err
+	})
 	if err == nil || bounded.Err() == nil || ctx.Err() != nil {
 		return conn, because(ctx, err)
 	}
