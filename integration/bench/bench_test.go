@@ -153,8 +153,8 @@ func BenchmarkProduced(b *testing.B) {
 				if pub == nil {
 					return []*message.Message{produced}, nil
 				}
-				produced.SetContext(ctx) // as idempotency.Outbox does, under a router
-				return nil, pub.Publish("labels", produced)
+				produced.SetContext(ctx)                    // as idempotency.Outbox does, under a router
+				return nil, pub.Publish("labels", produced) //nolint:contextcheck // it is in the message
 			}))
 			run(b, conns, func(eventID string) error {
 				msg := newMessage(eventID)
