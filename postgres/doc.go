@@ -36,11 +36,18 @@
 //
 // [idempotency.Wait] waits in the insert, for as long as the message's context lives, or the session's lock_timeout if one
 // is set. The bounded policies set lock_timeout for the claim only, in the same round trip; [idempotency.FailFast] is 10 ms,
-// because shorter ones would mistake the short locks of any insert for a claim in flight.
+// because shorter ones would mistake the short locks of any insert for a claim in flight. The bound holds for each delivery
+// that is waited for: where one rolls back and another one takes its place, it begins anew.
+//
+// # What handlers leave on a connection
+//
+// Settings, temporary tables and the like that a handler leaves on its connection lead no later claim astray: all statements
+// name the schema. A connection that is left read-only, or in a role without privileges, fails one claim with an error and
+// is closed.
 //
 // # Durability
 //
 // A message is acked after its commit, so the commit must last. [New] refuses synchronous_commit=off, unlogged tables, a
-// standby and a read-only session. With asynchronous replication, the promotion of a standby loses the last commits, whose
+// standby and a read-only session, and a handler that switches synchronous_commit off finds it on again for the commit. With asynchronous replication, the promotion of a standby loses the last commits, whose
 // messages are acked: use synchronous replication where that is not acceptable.
 package postgres

@@ -41,14 +41,19 @@ const (
 
 	// The claim leaves a mark in its transaction, and the commit looks for it in its own round trip: a handler that executes
 	// ROLLBACK (or COMMIT) AND CHAIN as text, or begins another transaction, would have its message acked with nothing done.
-	mark            = "pg_catalog.set_config('idempotency.claim', 'held', true)"
-	commitIfHeld    = "select 1 / (pg_catalog.current_setting('idempotency.claim', true) is not distinct from 'held')::int; commit"
+	// A savepoint that the commit releases would do as well, and use up two transaction IDs for each message.
+	//
+	// A handler that switches synchronous_commit off, for itself or for what comes after it on the connection, would have
+	// messages acked that a crash of the server takes back. It is on again for the commit.
+	mark         = "pg_catalog.set_config('idempotency.claim', 'held', true)"
+	commitIfHeld = "select 1 / (pg_catalog.current_setting('idempotency.claim', true) is not distinct from 'held')::int," +
+		" case when pg_catalog.current_setting('synchronous_commit') = 'off' then pg_catalog.set_config('synchronous_commit', 'on', true) end; commit"
 	endsUncommitted = "rollback"
 )
 
 // New returns a store on the pool, after it has checked what would lose messages later: [idempotency.ErrSchema],
-// [idempotency.ErrNotDurable], [idempotency.ErrReadOnly] and [idempotency.ErrPrivilege]. It creates no tables, see [Migrate]. The pool stays the caller's to close; it needs a
-// connection for each message in flight.
+// [idempotency.ErrNotDurable], [idempotency.ErrReadOnly] and [idempotency.ErrPrivilege]. It creates no tables, see
+// [Migrate]. The pool stays the caller's to close; it needs a connection for each message in flight.
 func New(ctx context.Context, pool *pgxpool.Pool, opts ...Option) (*Store, error) {
 	if pool == nil {
 		return nil, errors.New("postgres: New: the pool is nil")
@@ -70,14 +75,13 @@ func New(ctx context.Context, pool *pgxpool.Pool, opts ...Option) (*Store, error
 		acquireTimeout: c.acquireTimeout,
 		sql: statements{
 			claim: "insert into " + t.Claim + " (subscriber_id, event_id, topic, fingerprint) values ($1, $2, $3, $4)" +
-				" on conflict do nothing returning " + mark,
+				" on conflict (subscriber_id, event_id) do nothing returning " + mark,
 			record: "select claimed_at, topic, fingerprint from " + t.Claim + " where subscriber_id = $1 and event_id = $2",
 			produced: "select uuid, metadata, payload from " + t.Produced +
 				" where subscriber_id = $1 and event_id = $2 order by position",
 			produce: "insert into " + t.Produced + " (subscriber_id, event_id, position, uuid, metadata, payload)" +
 				" select $1, $2, m.position, m.uuid, m.metadata, m.payload" +
 				" from rows from (pg_catalog.unnest($3::text[]), pg_catalog.unnest($4::bytea[]), pg_catalog.unnest($5::bytea[])) with ordinality m (uuid, metadata, payload, position)",
-			// In the order of the key, so that two instances do not wait for each other.
 			// Without "for update", which would need the privilege to update. The rows are met in physical order, so that
 			// two instances do not wait for each other.
 			acked: "delete from " + t.Produced + " where ctid = any (array(select p.ctid from " + t.Produced + " p" +
@@ -96,6 +100,9 @@ func (s *Store) Claim(ctx context.Context, c idempotency.Claim) (idempotency.Tx,
 	t := &tx{conn: conn, claim: c.Key, sql: &s.sql}
 	claimed, err := t.begin(ctx, s.txOptions, c)
 	if err != nil {
+		if isOfSession(err) {
+			_ = conn.Conn().Close(ctx) // the next claim gets a session that nobody has changed
+		}
 		_ = t.end(ctx)
 		return nil, nil, fmt.Errorf("postgres: claim: %w", claimError(err, c.InFlight))
 	}

@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -221,42 +223,6 @@ func requireLockWait(t *testing.T, b backend) {
 	}, 10*time.Second, 10*time.Millisecond)
 }
 
-func TestTrap28_NewFindsWhatWouldLoseMessages(t *testing.T) {
-	t.Parallel()
-	for name, test := range map[string]struct {
-		change   string
-		settings map[string]string
-		want     error
-		says     string
-	}{
-		"no table":           {change: "drop table {schema}.idempotency_claim", want: idempotency.ErrSchema, says: "call Migrate"},
-		"no produced table":  {change: "drop table {schema}.idempotency_produced_message", want: idempotency.ErrSchema, says: "call Migrate"},
-		"no primary key":     {change: "alter table {schema}.idempotency_claim drop constraint idempotency_claim_pkey", want: idempotency.ErrSchema, says: "primary key"},
-		"other primary key":  {change: "alter table {schema}.idempotency_claim drop constraint idempotency_claim_pkey, add primary key (subscriber_id, event_id, topic)", want: idempotency.ErrSchema, says: "primary key"},
-		"other collation":    {change: `alter table {schema}.idempotency_claim alter event_id type text collate "und-x-icu"`, want: idempotency.ErrSchema, says: "collations"},
-		"column missing":     {change: "alter table {schema}.idempotency_claim drop column fingerprint", want: idempotency.ErrSchema, says: `no column "fingerprint"`},
-		"unlogged":           {change: "alter table {schema}.idempotency_claim set unlogged", want: idempotency.ErrNotDurable, says: "set logged"},
-		"synchronous_commit": {settings: map[string]string{"synchronous_commit": "off"}, want: idempotency.ErrNotDurable, says: "synchronous_commit is off"},
-		"read-only":          {settings: map[string]string{"default_transaction_read_only": "on"}, want: idempotency.ErrReadOnly, says: "default_transaction_read_only"},
-		"no privilege":       {settings: map[string]string{"role": "pg_monitor"}, change: "grant usage on schema {schema} to pg_monitor", want: idempotency.ErrPrivilege, says: "needs insert, select on"},
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			b := open(t, pgtest.Config(t, 2))
-			if test.change != "" {
-				b.exec(t, test.change)
-			}
-			config := pgtest.Config(t, 2)
-			for setting, value := range test.settings {
-				config.ConnConfig.RuntimeParams[setting] = value
-			}
-			_, err := postgres.New(t.Context(), pgtest.Open(t, config), postgres.WithSchema(b.schema))
-			require.ErrorIs(t, err, test.want)
-			require.ErrorContains(t, err, test.says)
-		})
-	}
-}
-
 func TestTrap30_PoolThatIsTooSmallIsABoundedWait(t *testing.T) {
 	t.Parallel()
 	b := open(t, pgtest.Config(t, 1), postgres.WithAcquireTimeout(50*time.Millisecond))
@@ -270,92 +236,52 @@ func TestTrap30_PoolThatIsTooSmallIsABoundedWait(t *testing.T) {
 	require.NoError(t, tx.Rollback(t.Context()))
 }
 
-func TestTrap33_NamesAreQuoted(t *testing.T) {
+// Two messages that each hold the only connections and want one more would wait for each other for ever.
+func TestTrap30_HandlersThatTakeASecondConnection(t *testing.T) {
 	t.Parallel()
-	for _, name := range []string{`Upper Case`, `quo"te`, `semi;colon`, `'; drop table x; --`, `select`, `ünïcödé`} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			pool := pgtest.Pool(t, 2)
-			schema := pgtest.Schema(t) + name
-			t.Cleanup(func() {
-				_, err := pgtest.Pool(t, 1).Exec(context.WithoutCancel(t.Context()), "drop schema "+pgx.Identifier{schema}.Sanitize()+" cascade")
-				require.NoError(t, err)
-			})
-			opts := []postgres.Option{postgres.WithSchema(schema), postgres.WithTablePrefix(name)}
-			require.NoError(t, postgres.Migrate(t.Context(), pool, opts...))
-			store, err := postgres.New(t.Context(), pool, opts...)
-			require.NoError(t, err)
-			tx, _, err := store.Claim(t.Context(), claimOf("1"))
-			require.NoError(t, err)
-			require.NoError(t, tx.Commit(t.Context(), []*message.Message{message.NewMessage("1", nil)}))
-			_, record, err := store.Claim(t.Context(), claimOf("1"))
-			require.NoError(t, err)
-			require.Len(t, record.Produced, 1)
-			require.NoError(t, store.Acked(t.Context(), []idempotency.Key{claimOf("1").Key}))
-		})
+	b := open(t, pgtest.Config(t, 2), postgres.WithAcquireTimeout(100*time.Millisecond))
+	var nested atomic.Int64
+	var inside sync.WaitGroup
+	inside.Add(2)
+	handle := b.middleware(t).Middleware(idempotency.Handler(func(ctx context.Context, _ pgx.Tx, msg *message.Message) ([]*message.Message, error) {
+		inside.Done()
+		inside.Wait() // both connections are taken
+		tx, _, err := b.store.Claim(ctx, claimOf("nested "+msg.UUID))
+		if err == nil {
+			nested.Add(1)
+			err = tx.Rollback(ctx)
+		}
+		return nil, err
+	}))
+	errs := make(chan error, 2)
+	for i := range cap(errs) {
+		go func() {
+			_, err := handle(newMessage(fmt.Sprint(i)))
+			errs <- err
+		}()
 	}
-	_, err := postgres.New(t.Context(), pgtest.Pool(t, 1), postgres.WithSchema(""), postgres.WithTablePrefix(strings.Repeat("x", 48)), postgres.WithIsolation("chaos"), postgres.WithAcquireTimeout(0))
-	require.EqualError(t, err, "postgres: New: WithSchema: it is empty\n"+
-		`WithTablePrefix: "`+strings.Repeat("x", 48)+`" has 48 bytes, 47 are allowed`+"\n"+
-		`WithIsolation: "chaos" is not an isolation level: use a constant of package pgx`+"\n"+
-		"WithAcquireTimeout: 0s is not positive")
+	for range cap(errs) {
+		if err := <-errs; err != nil {
+			require.ErrorIs(t, err, postgres.ErrPoolExhausted)
+			require.True(t, idempotency.IsTransient(err), "the message is not at fault")
+		}
+	}
+	require.Less(t, nested.Load(), int64(2))
+	require.Zero(t, b.pool.Stat().AcquiredConns())
 }
 
-// What handlers leave on a pooled connection leads no later claim astray.
-func TestTrap35_SessionStateOfAHandler(t *testing.T) {
+// A unique index that somebody added says nothing about the event: an error, and no duplicate.
+func TestTrap04_AnotherUniqueIndexMakesNoDuplicate(t *testing.T) {
 	t.Parallel()
-	for name, left := range map[string]string{
-		"search_path":     "set search_path to elsewhere",
-		"temporary table": "create temporary table idempotency_claim (subscriber_id text, event_id text, topic text, fingerprint bytea, primary key (subscriber_id, event_id))",
-		"functions":       "create function pg_temp.set_config(text, text, bool) returns text language sql as 'select null::text'; set search_path to pg_temp, pg_catalog",
-		"advisory lock":   "select pg_advisory_lock(hashtextextended(current_schema(), 0))",
-		"claim setting":   "set idempotency.claim to 'held'",
-		"lock timeout":    "set lock_timeout to 1",
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			config := pgtest.Config(t, 1) // the same session each time
-			schema := pgtest.Schema(t)
-			config.ConnConfig.RuntimeParams["search_path"] = schema
-			pool := pgtest.Open(t, config)
-			require.NoError(t, postgres.Migrate(t.Context(), pool)) // into the schema of the search path
-			store, err := postgres.New(t.Context(), pool)
-			require.NoError(t, err)
-
-			tx, _, err := store.Claim(t.Context(), claimOf("1"))
-			require.NoError(t, err)
-			_, err = tx.Raw().(pgx.Tx).Exec(t.Context(), left)
-			require.NoError(t, err)
-			require.NoError(t, tx.Commit(t.Context(), []*message.Message{message.NewMessage("1", nil)}))
-
-			_, record, err := store.Claim(t.Context(), claimOf("1"))
-			require.NoError(t, err)
-			require.NotNil(t, record, "claimed again, in another table")
-			require.Len(t, record.Produced, 1)
-			require.NoError(t, store.Acked(t.Context(), []idempotency.Key{claimOf("1").Key}))
-			tx, record, err = store.Claim(t.Context(), claimOf("2"))
-			require.NoError(t, err)
-			require.Nil(t, record)
-			require.NoError(t, tx.Commit(t.Context(), nil))
-		})
-	}
-	for name, left := range map[string]string{
-		"read only": "set session characteristics as transaction read only",
-		"role":      "set role pg_monitor",
-	} {
-		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			b := open(t, pgtest.Config(t, 1))
-			tx, raw := b.claim(t, claimOf("1"))
-			_, err := raw.Exec(t.Context(), left)
-			require.NoError(t, err)
-			require.NoError(t, tx.Commit(t.Context(), nil))
-			_, _, err = b.store.Claim(t.Context(), claimOf("1"))
-			require.Error(t, err, "an error, and not a duplicate that was not looked for")
-			_, _, err = b.store.Claim(t.Context(), claimOf("2"))
-			require.Error(t, err)
-		})
-	}
+	b := open(t, pgtest.Config(t, 2))
+	b.exec(t, "create unique index on {schema}.idempotency_claim (topic)")
+	tx, _ := b.claim(t, claimOf("1"))
+	require.NoError(t, tx.Commit(t.Context(), nil))
+	_, record, err := b.store.Claim(t.Context(), claimOf("2"))
+	require.Nil(t, record)
+	var pgErr *pgconn.PgError
+	require.ErrorAs(t, err, &pgErr)
+	require.Equal(t, "23505", pgErr.Code)
 }
 
 func TestTrap36_DeferredConstraintIsAKnownRollback(t *testing.T) {
@@ -391,23 +317,6 @@ func TestTrap36_OpenRowsAreTold(t *testing.T) {
 	}
 }
 
-func TestMigrateByManyInstancesAtOnce(t *testing.T) {
-	t.Parallel()
-	pool := pgtest.Pool(t, 8)
-	schema := pgtest.Schema(t)
-	errs := make(chan error, 8)
-	for range cap(errs) {
-		go func() { errs <- postgres.Migrate(t.Context(), pool, postgres.WithSchema(schema)) }()
-	}
-	for range cap(errs) {
-		require.NoError(t, <-errs)
-	}
-	_, err := postgres.New(t.Context(), pool, postgres.WithSchema(schema))
-	require.NoError(t, err)
-	_, err = postgres.New(t.Context(), nil)
-	require.ErrorContains(t, err, "the pool is nil")
-}
-
 func TestClassifyByState(t *testing.T) {
 	t.Parallel()
 	b := open(t, pgtest.Config(t, 1))
@@ -425,23 +334,4 @@ func TestClassifyByState(t *testing.T) {
 	require.NoError(t, err)
 	defer pool.Close()
 	require.Equal(t, idempotency.FaultUnavailable, b.store.Classify(pool.Ping(t.Context())), "a server that refuses connections")
-}
-
-// A role with the privileges of the package comment, and no more, can do all that a service does.
-func TestPrivilegesAreEnough(t *testing.T) {
-	t.Parallel()
-	b := open(t, pgtest.Config(t, 2))
-	b.exec(t, `grant usage on schema {schema} to pg_monitor; grant select, insert on {schema}.idempotency_claim to pg_monitor;
-		grant select, insert, delete on {schema}.idempotency_produced_message to pg_monitor`)
-	config := pgtest.Config(t, 2)
-	config.ConnConfig.RuntimeParams["role"] = "pg_monitor"
-	store, err := postgres.New(t.Context(), pgtest.Open(t, config), postgres.WithSchema(b.schema))
-	require.NoError(t, err)
-	tx, _, err := store.Claim(t.Context(), claimOf("1"))
-	require.NoError(t, err)
-	require.NoError(t, tx.Commit(t.Context(), []*message.Message{message.NewMessage("1", nil)}))
-	require.NoError(t, store.Acked(t.Context(), []idempotency.Key{claimOf("1").Key}))
-	_, record, err := store.Claim(t.Context(), claimOf("1"))
-	require.NoError(t, err)
-	require.Empty(t, record.Produced)
 }

@@ -24,7 +24,8 @@ type tx struct {
 
 var _ idempotency.Tx = (*tx)(nil)
 
-// handlerTx is what handlers get. It is closed when tx ends, because it is the same transaction.
+// handlerTx is what handlers get. It is closed when tx ends, because it is the same transaction; only what Conn returns is
+// out of reach, as with any transaction of pgx.
 type handlerTx struct{ pgx.Tx }
 
 // Commit is refused.
@@ -99,7 +100,7 @@ func (t *tx) commitError(err error) error {
 		return fmt.Errorf("%w: %w", idempotency.ErrRolledBack, err)
 	case sqlstate.Of(err) == sqlstate.DivisionByZero && t.conn.Conn().PgConn().TxStatus() == 'E':
 		// It was the check of commitIfHeld, before the COMMIT; a deferred trigger that divides by zero ends the transaction.
-		return fmt.Errorf("%w: the handler executed COMMIT or ROLLBACK and began another one: %w", idempotency.ErrTxEnded, errHandler)
+		return fmt.Errorf("%w: the handler executed COMMIT or ROLLBACK and began another one, or RESET ALL: %w", idempotency.ErrTxEnded, errHandler)
 	case isKnownRollback(err):
 		return fmt.Errorf("%w: %w", idempotency.ErrRolledBack, err)
 	}
