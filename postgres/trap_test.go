@@ -26,9 +26,20 @@ func claimOf(eventID string) idempotency.Claim {
 	return idempotency.Claim{Key: idempotency.Key{SubscriberID: "shipping", EventID: eventID}, Topic: "orders"}
 }
 
+// claim claims, and lets go of the connection at the end of a test that has failed: the pool waits for it.
+func claim(t *testing.T, store *postgres.Store, c idempotency.Claim) (idempotency.Tx, *idempotency.Record, error) {
+	t.Helper()
+	ctx := t.Context()
+	tx, record, err := store.Claim(ctx, c)
+	if tx != nil {
+		t.Cleanup(func() { _ = tx.Rollback(context.WithoutCancel(ctx)) })
+	}
+	return tx, record, err
+}
+
 func (b backend) claim(t *testing.T, c idempotency.Claim) (idempotency.Tx, pgx.Tx) {
 	t.Helper()
-	tx, record, err := b.store.Claim(t.Context(), c)
+	tx, record, err := claim(t, b.store, c)
 	require.NoError(t, err)
 	require.Nil(t, record)
 	return tx, tx.Raw().(pgx.Tx)
@@ -99,7 +110,7 @@ func TestTrap04_ErrorsAreToldByCodeInEveryLanguage(t *testing.T) {
 	c := claimOf("1")
 	c.InFlight = idempotency.FailFast()
 	tx, raw := b.claim(t, c)
-	_, _, err = b.store.Claim(t.Context(), c)
+	_, _, err = claim(t, b.store, c)
 	require.ErrorIs(t, err, idempotency.ErrInFlight)
 	_, err = raw.Exec(t.Context(), "select 1/0")
 	require.Error(t, err)
@@ -199,13 +210,13 @@ func TestTrap13_ConflictsAreTold(t *testing.T) {
 		holder, _ := b.claim(t, claimOf("1"))
 		waiting := make(chan error, 1)
 		go func() {
-			_, _, err := b.store.Claim(t.Context(), claimOf("1"))
+			_, _, err := claim(t, b.store, claimOf("1"))
 			waiting <- err
 		}()
 		requireLockWait(t, b)
 		require.NoError(t, holder.Commit(t.Context(), nil))
 		require.Equal(t, idempotency.FaultConflict, b.store.Classify(<-waiting), "the snapshot is older than the claim: a fresh transaction finds the duplicate")
-		_, record, err := b.store.Claim(t.Context(), claimOf("1"))
+		_, record, err := claim(t, b.store, claimOf("1"))
 		require.NoError(t, err)
 		require.NotNil(t, record)
 	})
@@ -227,7 +238,7 @@ func TestTrap30_PoolThatIsTooSmallIsABoundedWait(t *testing.T) {
 	t.Parallel()
 	b := open(t, pgtest.Config(t, 1), postgres.WithAcquireTimeout(50*time.Millisecond))
 	tx, _ := b.claim(t, claimOf("1"))
-	_, _, err := b.store.Claim(t.Context(), claimOf("2"))
+	_, _, err := claim(t, b.store, claimOf("2"))
 	require.ErrorIs(t, err, postgres.ErrPoolExhausted)
 	require.ErrorContains(t, err, "all 1 are in use: raise pool_max_conns")
 	require.Equal(t, idempotency.FaultUnavailable, b.store.Classify(err))
@@ -277,7 +288,7 @@ func TestTrap04_AnotherUniqueIndexMakesNoDuplicate(t *testing.T) {
 	b.exec(t, "create unique index on {schema}.idempotency_claim (topic)")
 	tx, _ := b.claim(t, claimOf("1"))
 	require.NoError(t, tx.Commit(t.Context(), nil))
-	_, record, err := b.store.Claim(t.Context(), claimOf("2"))
+	_, record, err := claim(t, b.store, claimOf("2"))
 	require.Nil(t, record)
 	var pgErr *pgconn.PgError
 	require.ErrorAs(t, err, &pgErr)

@@ -89,7 +89,7 @@ func TestDuplicateWritesNoWAL(t *testing.T) {
 	require.Eventually(t, func() bool { // until nobody else has written in between
 		wal = lsn()
 		for range 5 {
-			_, record, err := b.store.Claim(t.Context(), claimOf("1"))
+			_, record, err := claim(t, b.store, claimOf("1"))
 			require.NoError(t, err)
 			require.NotNil(t, record)
 		}
