@@ -15,12 +15,11 @@ import (
 
 // delivery is one message's way through the middleware, in one attempt or more.
 type delivery struct {
-	m        *Middleware
-	msg      *message.Message
-	original original
-	handler  string
-	store    Store
-	claim    Claim
+	m       *Middleware
+	msg     *message.Message
+	handler string
+	store   Store
+	claim   Claim
 
 	attempts int
 	again    bool  // another attempt follows
@@ -41,7 +40,7 @@ func snapshot(msg *message.Message) original {
 // restore undoes what a failed attempt changed: the next one, ours or that of middleware.Retry, must meet the same key and
 // the same content.
 func (o original) restore(msg *message.Message) {
-	msg.UUID, msg.Metadata, msg.Payload = o.uuid, maps.Clone(o.metadata), bytes.Clone(o.payload)
+	msg.UUID, msg.Metadata, msg.Payload = o.uuid, o.metadata, o.payload
 }
 
 // identify finds the key and the store.

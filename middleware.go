@@ -96,7 +96,7 @@ func (m *Middleware) Middleware(next message.HandlerFunc) message.HandlerFunc {
 		if slices.Contains(m.ignoredHandlers, handler) {
 			return next(msg)
 		}
-		d := &delivery{m: m, msg: msg, original: snapshot(msg), handler: handler}
+		d := &delivery{m: m, msg: msg, handler: handler}
 
 		// 1 The key, and the store that it is unique in. (2, the fingerprint, is not taken yet.)
 		err := d.identify(ctx, &named)
@@ -117,7 +117,7 @@ func (m *Middleware) Middleware(next message.HandlerFunc) message.HandlerFunc {
 }
 
 // attempt runs the handler in one transaction.
-func (d *delivery) attempt(ctx context.Context, next message.HandlerFunc) (_ []*message.Message, err error) {
+func (d *delivery) attempt(ctx context.Context, next message.HandlerFunc) ([]*message.Message, error) {
 	d.begin()
 	clock := time.Now()
 	lap := func() time.Duration {
@@ -137,8 +137,9 @@ func (d *delivery) attempt(ctx context.Context, next message.HandlerFunc) (_ []*
 	}
 
 	// Whichever way this function is left, also by a panic or runtime.Goexit of the handler, the message gets its context
-	// back, and a transaction that was not committed is rolled back.
+	// back; if the transaction was not committed, it is rolled back, and the message is as it came.
 	a := &attempt{claim: d.claim, msg: d.msg, raw: tx.Raw()}
+	original := snapshot(d.msg)
 	detached := context.WithoutCancel(ctx)
 	returned, committed := false, false
 	defer func() {
@@ -148,7 +149,7 @@ func (d *delivery) attempt(ctx context.Context, next message.HandlerFunc) (_ []*
 		}
 		_, _ = a.end()
 		d.rollback(detached, tx)
-		d.original.restore(d.msg)
+		original.restore(d.msg)
 		if !returned {
 			d.event.Handle = lap()
 			d.report(ctx, HandlerPanicked, errHandlerLeft)
