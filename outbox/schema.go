@@ -10,6 +10,7 @@ import (
 	watermillsql "github.com/ThreeDotsLabs/watermill-sql/v3/pkg/sql"
 
 	"github.com/watermill-idempotency/idempotency"
+	"github.com/watermill-idempotency/idempotency/internal/pgschema"
 	"github.com/watermill-idempotency/idempotency/internal/sqlstate"
 )
 
@@ -185,7 +186,7 @@ func Purge(ctx context.Context, db *sql.DB, limit int, opts ...Option) (int64, e
 
 // checkPublisher looks for what would abort the transactions of handlers, or lose messages.
 func (t tables) checkPublisher(ctx context.Context, db *sql.DB) error {
-	if err := checkSession(ctx, db); err != nil {
+	if err := pgschema.CheckSession(ctx, pgschema.SQL(db)); err != nil {
 		return err
 	}
 	return checkTable(ctx, db, t.messages, "insert", "uuid,payload,metadata,transaction_id,offset")
@@ -193,7 +194,7 @@ func (t tables) checkPublisher(ctx context.Context, db *sql.DB) error {
 
 // checkForwarder looks for what would keep a forwarder from its work, or make it miss messages.
 func (t tables) checkForwarder(ctx context.Context, db *sql.DB) error {
-	if err := checkSession(ctx, db); err != nil {
+	if err := pgschema.CheckSession(ctx, pgschema.SQL(db)); err != nil {
 		return err
 	}
 	if err := checkTable(ctx, db, t.messages, "select", "uuid,payload,metadata,transaction_id,offset"); err != nil {
@@ -209,25 +210,6 @@ func (t tables) checkForwarder(ctx context.Context, db *sql.DB) error {
 	if foreign {
 		return fmt.Errorf("%w: %s comes from another cluster, by dump and restore, and has transaction numbers that lie ahead: nothing new would be forwarded: call Migrate, which renumbers",
 			idempotency.ErrSchema, t.messages)
-	}
-	return nil
-}
-
-func checkSession(ctx context.Context, db *sql.DB) error {
-	var synchronousCommit, readOnly string
-	var recovery bool
-	err := db.QueryRowContext(ctx, `select pg_catalog.current_setting('synchronous_commit'),
-		pg_catalog.current_setting('transaction_read_only'), pg_catalog.pg_is_in_recovery()`).
-		Scan(&synchronousCommit, &readOnly, &recovery)
-	switch {
-	case err != nil:
-		return err
-	case recovery:
-		return fmt.Errorf("%w: the server is a standby: connect to the primary (target_session_attrs=read-write)", idempotency.ErrReadOnly)
-	case readOnly == "on":
-		return fmt.Errorf("%w: transactions are read-only by default: set default_transaction_read_only=off for this role or connection", idempotency.ErrReadOnly)
-	case synchronousCommit == "off":
-		return fmt.Errorf("%w: synchronous_commit is off, so that a crash loses messages: set it to on for this role or connection", idempotency.ErrNotDurable)
 	}
 	return nil
 }

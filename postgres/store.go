@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"strconv"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -29,10 +28,6 @@ var _ idempotency.Store = (*Store)(nil)
 type statements struct {
 	claim, record, produced, produce, acked string
 }
-
-// failFast is how long a claim waits for a lock under [idempotency.FailFast]. A lock timeout of zero would be none, and
-// a shorter one would mistake the short locks that every insert meets for a claim in flight.
-const failFast = 10 * time.Millisecond
 
 const (
 	// A bounded claim sets the lock timeout for itself, and puts back what the session had, for the handler.
@@ -134,7 +129,7 @@ func (t *tx) begin(ctx context.Context, options pgx.TxOptions, c idempotency.Cla
 	batch.BeginTx(options)
 	limit, bounded := c.InFlight.Limit()
 	if bounded {
-		batch.Queue(boundWait, milliseconds(limit))
+		batch.Queue(boundWait, pgschema.LockTimeout(limit))
 	}
 	batch.Queue(t.sql.claim, c.SubscriberID, c.EventID, c.Topic, c.Fingerprint).Query(func(rows pgx.Rows) error {
 		claimed = rows.Next()
@@ -147,11 +142,6 @@ func (t *tx) begin(ctx context.Context, options pgx.TxOptions, c idempotency.Cla
 	t.tx = results.Tx()
 	err = results.Close()
 	return claimed, err
-}
-
-func milliseconds(limit time.Duration) string {
-	limit = max(limit, failFast)
-	return strconv.FormatInt((limit + time.Millisecond - 1).Milliseconds(), 10)
 }
 
 // duplicate reads the record and ends the transaction, in one round trip.

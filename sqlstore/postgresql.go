@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
-	"time"
 
 	"github.com/watermill-idempotency/idempotency"
 	"github.com/watermill-idempotency/idempotency/internal/pgschema"
@@ -51,11 +50,11 @@ func (postgreSQL) open(ctx context.Context, db *sql.DB, c *config) (statements, 
 		return statements{}, err
 	}
 	defer func() { _ = conn.Close() }()
-	t, err := names(c).Resolve(ctx, pgDB{conn})
+	t, err := names(c).Resolve(ctx, pgschema.SQL(conn))
 	if err != nil {
 		return statements{}, err
 	}
-	if err := pgschema.Check(ctx, pgDB{conn}, t); err != nil {
+	if err := pgschema.Check(ctx, pgschema.SQL(conn), t); err != nil {
 		return statements{}, err
 	}
 	placeholder := func(n int) string { return "$" + strconv.Itoa(n) }
@@ -89,7 +88,7 @@ func (postgreSQL) migrate(ctx context.Context, conn *sql.Conn, c *config) error 
 		return err
 	}
 	defer func() { _ = tx.Rollback() }()
-	if err := names(c).Migrate(ctx, pgDB{tx}); err != nil {
+	if err := names(c).Migrate(ctx, pgschema.SQL(tx)); err != nil {
 		return err
 	}
 	return tx.Commit()
@@ -102,7 +101,7 @@ func (postgreSQL) claim(ctx context.Context, t *tx, c idempotency.Claim) (claime
 	limit, bounded := c.InFlight.Limit()
 	if bounded {
 		var restored string
-		err = t.tx.QueryRowContext(ctx, t.store.sql.bounded, c.SubscriberID, c.EventID, c.Topic, nullable(c.Fingerprint), milliseconds(limit)).
+		err = t.tx.QueryRowContext(ctx, t.store.sql.bounded, c.SubscriberID, c.EventID, c.Topic, nullable(c.Fingerprint), pgschema.LockTimeout(limit)).
 			Scan(&t.mark, &restored)
 	} else {
 		err = t.tx.QueryRowContext(ctx, t.store.sql.claim, c.SubscriberID, c.EventID, c.Topic, nullable(c.Fingerprint)).Scan(&t.mark)
@@ -116,11 +115,6 @@ func (postgreSQL) claim(ctx context.Context, t *tx, c idempotency.Claim) (claime
 		return false, fmt.Errorf("%w after %v: %w", idempotency.ErrInFlight, limit, err)
 	}
 	return false, err
-}
-
-func milliseconds(limit time.Duration) string {
-	limit = max(limit, failFast)
-	return strconv.FormatInt((limit + time.Millisecond - 1).Milliseconds(), 10)
 }
 
 // nullable lets no driver mistake nil for empty.
@@ -168,27 +162,4 @@ func (postgreSQL) uncommitted(_ context.Context, _ *tx, err error) bool {
 func (postgreSQL) classify(err error) (fault idempotency.Fault, known bool) {
 	code := sqlstate.Of(err)
 	return sqlstate.Classify(code), code != ""
-}
-
-// pgDB is a connection or a transaction as package pgschema wants it.
-type pgDB struct {
-	sql interface {
-		ExecContext(ctx context.Context, query string, args ...any) (sql.Result, error)
-		QueryRowContext(ctx context.Context, query string, args ...any) *sql.Row
-	}
-}
-
-// Exec implements [pgschema.DB].
-func (d pgDB) Exec(ctx context.Context, text string, args ...any) error {
-	_, err := d.sql.ExecContext(ctx, text, args...)
-	return err
-}
-
-// QueryRow implements [pgschema.DB].
-func (d pgDB) QueryRow(ctx context.Context, text string, args []any, dest ...any) error {
-	err := d.sql.QueryRowContext(ctx, text, args...).Scan(dest...)
-	if errors.Is(err, sql.ErrNoRows) {
-		return pgschema.ErrNoRows
-	}
-	return err
 }

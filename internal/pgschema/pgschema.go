@@ -131,9 +131,20 @@ func (n Names) Migrate(ctx context.Context, tx DB) error {
 	return nil
 }
 
-// Check looks for what would lose or double messages later, as a session of the pool meets it: settings of the database
-// and of the role count.
+// Check looks for what would lose or double messages later.
 func Check(ctx context.Context, db DB, t Tables) error {
+	if err := CheckSession(ctx, db); err != nil {
+		return err
+	}
+	if err := checkTable(ctx, db, t.Claim, "subscriber_id,event_id", "insert, select", "claimed_at", "topic", "fingerprint"); err != nil {
+		return err
+	}
+	return checkTable(ctx, db, t.Produced, "subscriber_id,event_id,position", "insert, select, delete", "uuid", "metadata", "payload")
+}
+
+// CheckSession tells whether the commits of a session last, as one of the pool meets it: settings of the database and of
+// the role count.
+func CheckSession(ctx context.Context, db DB) error {
 	var synchronousCommit, readOnly string
 	var recovery bool
 	err := db.QueryRow(ctx, `select pg_catalog.current_setting('synchronous_commit'),
@@ -149,10 +160,7 @@ func Check(ctx context.Context, db DB, t Tables) error {
 	case synchronousCommit == "off":
 		return fmt.Errorf("%w: synchronous_commit is off, so that a crash loses commits whose messages are acked: set it to on for this role or connection", idempotency.ErrNotDurable)
 	}
-	if err := checkTable(ctx, db, t.Claim, "subscriber_id,event_id", "insert, select", "claimed_at", "topic", "fingerprint"); err != nil {
-		return err
-	}
-	return checkTable(ctx, db, t.Produced, "subscriber_id,event_id,position", "insert, select, delete", "uuid", "metadata", "payload")
+	return nil
 }
 
 func checkTable(ctx context.Context, db DB, table, key, privileges string, others ...string) error {
