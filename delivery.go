@@ -43,7 +43,7 @@ func (o original) restore(msg *message.Message) {
 	msg.UUID, msg.Metadata, msg.Payload = o.uuid, o.metadata, o.payload
 }
 
-// identify finds the key and the store.
+// identify finds the key and the store, and takes the fingerprint.
 func (d *delivery) identify(ctx context.Context, named *registration) error {
 	d.claim.Topic = message.SubscribeTopicFromCtx(ctx)
 	d.claim.InFlight = d.m.inFlight
@@ -60,7 +60,9 @@ func (d *delivery) identify(ctx context.Context, named *registration) error {
 	if err = checkStore(d.store); err != nil {
 		return fmt.Errorf("choose a store: %w", err)
 	}
-	return nil
+	d.m.warnHorizon(d.store)
+	d.claim.Fingerprint, err = d.m.fingerprint.of(d.msg)
+	return err
 }
 
 // isInside tells whether the middleware is on this message already, further out: a claim of the same event in a second
@@ -84,16 +86,20 @@ func (d *delivery) begin() {
 	d.event = Event{}
 }
 
-// duplicate hands out what the event has produced, as long as no ack has confirmed that it is published.
-func (d *delivery) duplicate(ctx context.Context, record *Record) []*message.Message {
+// duplicate hands out what the event has produced, as long as no ack has confirmed that it is published. It refuses other
+// content under the same ID.
+func (d *delivery) duplicate(ctx context.Context, record *Record) ([]*message.Message, error) {
+	d.event.ClaimedAt, d.event.Age = record.ClaimedAt, max(0, time.Since(record.ClaimedAt))
+	if err := d.m.fingerprint.compare(d.claim.Fingerprint, record); err != nil {
+		return nil, d.fail(ctx, OpClaim, err)
+	}
 	produced := record.Produced
 	if len(produced) > 0 && d.m.acks.acked(d.store, d.claim.Key) {
 		produced = nil
 	}
-	d.event.ClaimedAt = record.ClaimedAt
 	d.event.EarlyAck = isClosed(d.msg.Acked())
 	d.published(ctx, Duplicate, produced, len(produced) > 0)
-	return produced
+	return produced, nil
 }
 
 // published ends a delivery that will be acked.
@@ -180,7 +186,9 @@ func (d *delivery) fail(ctx context.Context, op Op, err error) error {
 func (d *delivery) judge(op Op, err error) (_ Outcome, transient bool) {
 	known := errors.Is(err, ErrRolledBack) || errors.Is(err, ErrTxEnded)
 	switch {
-	case op == OpKey && IsPermanent(err):
+	case errors.Is(err, ErrConflict) && op == OpClaim:
+		return Conflict, false
+	case (op == OpKey || op == OpClaim) && IsPermanent(err):
 		return Permanent, false
 	case op == OpKey:
 		return Transient, true

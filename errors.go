@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 )
 
@@ -24,7 +25,24 @@ var (
 	ErrKeyNotUTF8 = fmt.Errorf("%w: it is not valid UTF-8", ErrInvalidKey)
 	// ErrKeyFunc means that the key function failed or panicked on the message.
 	ErrKeyFunc = fmt.Errorf("%w: the key function failed", ErrInvalidKey)
+	// ErrKeyAmbiguous means that the message carries the parts of the event ID more than once, with different values.
+	ErrKeyAmbiguous = fmt.Errorf("%w: it is there more than once, with different values", ErrInvalidKey)
+
+	// ErrConflict means that the message carries a known event ID and other content: see [ConflictError].
+	ErrConflict = errors.New("event ID is used for another content")
+	// ErrNotCanonical means that the function of [WithCanonicalPayload] failed or panicked on the payload.
+	ErrNotCanonical = errors.New("the payload has no canonical form")
+	// ErrBeyondHorizon means that the event is new to the store and older than [WithReplayHorizon] says, so that it may
+	// have been processed and its record purged.
+	ErrBeyondHorizon = errors.New("the event is older than the replay horizon")
+	// ErrMissingTime means that an event that is new to the store carries no time where the function of
+	// [WithReplayHorizon] looks, so that its age is not known.
+	ErrMissingTime = errors.New("the event has no time")
+	// ErrInvalidTime means that the function of [WithReplayHorizon] failed or panicked on the message.
+	ErrInvalidTime = errors.New("the time of the event is invalid")
 )
+
+var permanent = []error{ErrMissingKey, ErrInvalidKey, ErrConflict, ErrNotCanonical, ErrBeyondHorizon, ErrMissingTime, ErrInvalidTime}
 
 // Errors about a delivery: the message is not at fault, and another delivery will tell.
 var (
@@ -125,7 +143,7 @@ func (e *Error) Unwrap() error { return e.Err }
 // IsPermanent reports whether the message itself is at fault, so that another delivery cannot help. It fits Watermill's
 // middleware.PoisonQueueWithFilter as it is.
 func IsPermanent(err error) bool {
-	return errors.Is(err, ErrMissingKey) || errors.Is(err, ErrInvalidKey)
+	return slices.ContainsFunc(permanent, func(target error) bool { return errors.Is(err, target) })
 }
 
 // IsTransient reports whether the message is not at fault and must stay with the broker: the database had trouble, also

@@ -20,7 +20,8 @@ type Middleware struct {
 	scope any // what subscriber IDs must be unique in
 	acks  ackQueue
 
-	warnInside sync.Once
+	warnInside    sync.Once
+	warnRetention sync.Once
 }
 
 // New returns a middleware on the store. It opens nothing and starts no goroutine. The error names all mistakes in the
@@ -56,6 +57,7 @@ func newMiddleware(scope any, route func(ctx context.Context) (Store, error), op
 	if scope == nil {
 		m.scope = m
 	}
+	m.fingerprint.seal()
 	m.acks.logger, m.acks.timeout = m.logger, m.commitTimeout
 	return m, nil
 }
@@ -85,7 +87,7 @@ func (m *Middleware) Flush(ctx context.Context) error {
 // after) PoisonQueue, Retry and Timeout, and outside of (before) CorrelationID and Recoverer.
 //
 // It claims the event in a transaction, runs next with that transaction in the message's context, and commits. A duplicate
-// skips next and returns what it had produced, unless that has been acked. On every error it returns no messages, and the
+// skips next and returns what it had produced, unless that has been acked; one with other content is a [*ConflictError]. On every error it returns no messages, and the
 // transaction is rolled back. An error of next is returned as it is, unless the database is to blame for it; all others
 // are an [*Error], see [IsPermanent] and [IsTransient].
 func (m *Middleware) Middleware(next message.HandlerFunc) message.HandlerFunc {
@@ -98,7 +100,7 @@ func (m *Middleware) Middleware(next message.HandlerFunc) message.HandlerFunc {
 		}
 		d := &delivery{m: m, msg: msg, handler: handler}
 
-		// 1 The key, and the store that it is unique in. (2, the fingerprint, is not taken yet.)
+		// 1 The key, and the store that it is unique in. 2 The fingerprint of the content.
 		err := d.identify(ctx, &named)
 		if d.isInside(ctx) {
 			return next(msg)
@@ -133,7 +135,7 @@ func (d *delivery) attempt(ctx context.Context, next message.HandlerFunc) ([]*me
 		return nil, d.fail(ctx, OpClaim, err)
 	}
 	if record != nil {
-		return d.duplicate(ctx, record), nil
+		return d.duplicate(ctx, record)
 	}
 
 	// Whichever way this function is left, also by a panic or runtime.Goexit of the handler, the message gets its context
@@ -155,6 +157,11 @@ func (d *delivery) attempt(ctx context.Context, next message.HandlerFunc) ([]*me
 			d.report(ctx, HandlerPanicked, errHandlerLeft)
 		}
 	}()
+
+	if err := d.m.horizon.check(d.msg, d.claim.EventID, clock); err != nil {
+		returned = true
+		return nil, d.fail(ctx, OpClaim, err)
+	}
 
 	// 4 The handler.
 	inside := context.WithValue(ctx, attemptKey{}, a)

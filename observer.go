@@ -47,6 +47,8 @@ const (
 	Permanent
 	// CommitUnknown: the answer to COMMIT was lost. The redelivery tells.
 	CommitUnknown
+	// Conflict: the event has been processed before, with other content, see [ConflictError]. The message is at fault.
+	Conflict
 )
 
 // String returns the outcome as metrics and logs name it, for example "handler_failed".
@@ -70,6 +72,8 @@ func (o Outcome) String() string {
 		return "permanent"
 	case CommitUnknown:
 		return "commit_unknown"
+	case Conflict:
+		return "conflict"
 	}
 	return fmt.Sprintf("Outcome(%d)", uint8(o))
 }
@@ -89,8 +93,11 @@ type Event struct {
 	// Handle is the time in the handler, Commit that of storing produced messages and committing.
 	Handle, Commit time.Duration
 
-	// ClaimedAt is, for a duplicate, when the event was claimed by the delivery that processed it.
+	// ClaimedAt is, for [Duplicate] and [Conflict], when the event was claimed by the delivery that processed it, by the
+	// database's clock, and Age how long ago that is by the clock of this machine: the longest that comes up is what the
+	// retention of the store must exceed.
 	ClaimedAt time.Time
+	Age       time.Duration
 	// Produced is the number of messages that the router was given to publish.
 	Produced int
 	// EarlyAck tells that the message was acked before the commit, by middleware.InstantAck or by the handler itself:

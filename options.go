@@ -19,6 +19,8 @@ type config struct {
 	subscriberID     *string
 	subscriberPrefix *string
 	key              KeyFunc
+	fingerprint      fingerprint
+	horizon          horizon
 	inFlight         InFlight
 	produced         Produced
 	retries          int
@@ -31,6 +33,7 @@ type config struct {
 func defaultConfig() config {
 	return config{
 		key:             MetadataKey(EventIDMetadata),
+		fingerprint:     defaultFingerprint(),
 		produced:        Replay(),
 		retries:         3,
 		commitTimeout:   10 * time.Second,
@@ -59,6 +62,46 @@ func WithSubscriberPrefix(prefix string) Option {
 // WithKey says how the event ID is taken from a message. The default is [MetadataKey] of [EventIDMetadata].
 func WithKey(fn KeyFunc) Option {
 	return optionFunc(func(c *config) { c.key = fn })
+}
+
+// WithoutFingerprint stores no fingerprints and compares none: a message with a known event ID is a duplicate whatever it
+// contains. The default is to compare: see [ConflictError].
+func WithoutFingerprint() Option {
+	return optionFunc(func(c *config) { c.fingerprint.off = true })
+}
+
+// WithTypeMetadata names the metadata that tells the type of an event, which is part of its content: the first that is set
+// counts. Without a name, the type is not compared. The default is the "type" of CloudEvents in all spellings, and "name",
+// which Watermill's CQRS marshalers set. Take only what brokers, retries and replays keep. Fingerprints under other
+// names are not compared with each other: what was processed before the change is known by its event ID alone.
+func WithTypeMetadata(names ...string) Option {
+	return optionFunc(func(c *config) { c.fingerprint.typeMetadata = names })
+}
+
+// WithSourceMetadata names the metadata that tells the source of an event, as [WithTypeMetadata] does for its type. The
+// default is the "source" of CloudEvents in all spellings.
+func WithSourceMetadata(names ...string) Option {
+	return optionFunc(func(c *config) { c.fingerprint.sourceMetadata = names })
+}
+
+// WithCanonicalPayload brings payloads into a canonical form before they are compared, for producers that serialise an
+// event anew when they send it again: then the order of JSON members is no conflict, and a changed value is one. It takes
+// the Transform function of a library of RFC 8785, for example github.com/gowebpki/jcs. An error of fn is a permanent
+// [ErrNotCanonical]; empty payloads are not given to it. The default is to compare payloads byte by byte. Fingerprints
+// with and without it are not compared with each other.
+func WithCanonicalPayload(fn func(payload []byte) ([]byte, error)) Option {
+	return optionFunc(func(c *config) {
+		c.fingerprint.canonical = fn
+		c.fingerprint.isCanonical = true
+	})
+}
+
+// WithReplayHorizon refuses events older than d that are new to the store ([ErrBeyondHorizon]): their records may have been
+// purged, so they are not taken for new. Set d to at most the retention of the store, and the retention to more than
+// brokers and people replay. at says when an event happened; events without a time are refused, too. What has a record is
+// a duplicate, however old. The default is no horizon: an event without a record is new.
+func WithReplayHorizon(d time.Duration, at TimeFunc) Option {
+	return optionFunc(func(c *config) { c.horizon = horizon{limit: d, time: at, isSet: true} })
 }
 
 // WithInFlight says what happens to a delivery whose event is being processed by another one: [Wait], [WaitAtMost] or
@@ -128,6 +171,18 @@ func (c *config) validate() error {
 	}
 	if c.key == nil {
 		mistake("WithKey", "the function is nil")
+	}
+	if c.fingerprint.isCanonical && c.fingerprint.canonical == nil {
+		mistake("WithCanonicalPayload", "the function is nil")
+	}
+	if c.fingerprint.isCanonical && c.fingerprint.off {
+		mistake("WithCanonicalPayload", "it is for the fingerprint, which WithoutFingerprint switches off: take one")
+	}
+	if c.horizon.isSet && c.horizon.time == nil {
+		mistake("WithReplayHorizon", "the function is nil")
+	}
+	if c.horizon.isSet && c.horizon.limit <= 0 {
+		mistake("WithReplayHorizon", "%v is not positive", c.horizon.limit)
 	}
 	if c.inFlight.policy == waitAtMost && c.inFlight.limit <= 0 {
 		mistake("WithInFlight", "WaitAtMost needs a positive duration, not %v", c.inFlight.limit)

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"unicode/utf8"
 
-	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
 )
 
@@ -58,7 +57,7 @@ type replay struct{}
 func (replay) validate() error { return nil }
 
 func (replay) settle(_ context.Context, produced []*message.Message) (stored, published []*message.Message, err error) {
-	if err := stamp(produced); err != nil {
+	if err := stampProduced(produced); err != nil {
 		return nil, nil, err
 	}
 	if len(produced) > MaxProducedMessages {
@@ -97,7 +96,7 @@ func (o outbox) settle(ctx context.Context, produced []*message.Message) (stored
 	if topic == "" {
 		return nil, nil, fmt.Errorf("%w: Outbox: the router has no publish topic for this handler: add it by router.AddHandler, or let it publish by itself", ErrProducedInvalid)
 	}
-	if err := stamp(produced); err != nil {
+	if err := stampProduced(produced); err != nil {
 		return nil, nil, err
 	}
 	for _, msg := range produced {
@@ -122,23 +121,4 @@ func (refuse) settle(_ context.Context, produced []*message.Message) (stored, pu
 		return nil, nil, fmt.Errorf("%w: %d of them", ErrProducedRefused, len(produced))
 	}
 	return nil, nil, nil
-}
-
-// stamp gives each message what makes it recognisable when it comes again: a UUID and an event ID.
-func stamp(produced []*message.Message) error {
-	for i, msg := range produced {
-		if msg == nil {
-			return fmt.Errorf("%w: message %d is nil", ErrProducedInvalid, i)
-		}
-		if msg.UUID == "" {
-			msg.UUID = watermill.NewUUID()
-		}
-		if msg.Metadata == nil {
-			msg.Metadata = make(message.Metadata)
-		}
-		if msg.Metadata[EventIDMetadata] == "" {
-			msg.Metadata[EventIDMetadata] = msg.UUID
-		}
-	}
-	return nil
 }
