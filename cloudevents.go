@@ -58,7 +58,9 @@ type cloudEvents struct{ unquote bool }
 func newCloudEvents(opts []CloudEventOption) cloudEvents {
 	var c cloudEvents
 	for _, opt := range opts {
-		opt(&c)
+		if opt != nil {
+			opt(&c)
+		}
 	}
 	return c
 }

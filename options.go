@@ -87,7 +87,7 @@ func WithSourceMetadata(names ...string) Option {
 // WithCanonicalPayload brings payloads into a canonical form before they are compared, for producers that serialise an
 // event anew when they send it again: then the order of JSON members is no conflict, and a changed value is one. It takes
 // the Transform function of a library of RFC 8785, for example github.com/gowebpki/jcs. An error of fn is a permanent
-// [ErrNotCanonical]; empty payloads are not given to it. The default is to compare payloads byte by byte. Fingerprints
+// [ErrNotCanonical]; empty payloads are not given to it. It must not write to payload. The default is to compare payloads byte by byte. Fingerprints
 // with and without it are not compared with each other.
 func WithCanonicalPayload(fn func(payload []byte) ([]byte, error)) Option {
 	return optionFunc(func(c *config) {
