@@ -40,9 +40,15 @@
 //
 // # The key
 //
-// The event ID must be stamped once, by the producer, and survive retries and replay. [MetadataKey], [MessageUUID] and
-// [FirstOf] take it from where it is. The subscriber ID names the logical subscriber: by default the router's handler
+// The event ID must be stamped once, by the producer ([StampEventID]), and survive retries and replay. [MetadataKey],
+// [MessageUUID], [CloudEventKey] and [FirstOf] take it from where it is. The subscriber ID names the logical subscriber: by default the router's handler
 // name, or see [WithSubscriberID] and [WithSubscriberPrefix].
+//
+// # Content
+//
+// A fingerprint of an event's type, source and payload is kept with its claim. A message with a known event ID and another
+// fingerprint is a [*ConflictError]: it is never processed, and never acked as a duplicate. [WithReplayHorizon] refuses
+// events that are too old to be known as new, where claims are purged.
 //
 // # Errors
 //

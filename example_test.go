@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log"
+	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
@@ -225,4 +226,72 @@ func ExampleWithObserver() {
 	}
 	fmt.Println(count[idempotency.Processed], count[idempotency.Duplicate])
 	// Output: 1 2
+}
+
+// Another content under a known event ID is never processed, and never dropped: it is an error for which IsPermanent is
+// true, so middleware.PoisonQueueWithFilter puts the message aside.
+func ExampleConflictError() {
+	handle := newMiddleware(idempotencytest.NewMemStore()).Middleware(
+		func(*message.Message) ([]*message.Message, error) { return nil, nil })
+	_, err := handle(order7())
+	fmt.Println(err)
+
+	other := order7()
+	other.Payload = []byte("order 8")
+	_, err = handle(other)
+	var conflict *idempotency.ConflictError
+	fmt.Println(errors.As(err, &conflict), conflict.Key, conflict.Differs, idempotency.IsPermanent(err))
+	// Output:
+	// <nil>
+	// true shipping/order-7-placed [payload] true
+}
+
+// A CloudEvent is identified by its source and its ID together, wherever the transport has put them.
+func ExampleCloudEventKey() {
+	key := idempotency.FirstOf(idempotency.CloudEventKey(), idempotency.MetadataKey("event_id"))
+	msg := message.NewMessage("", nil)
+	msg.Metadata.Set("ce_source", "/shop/eu")
+	msg.Metadata.Set("ce_id", "42")
+	fmt.Println(key(msg))
+	fmt.Println(key(order7()))
+	// Output:
+	// /shop/eu 42 <nil>
+	// order-7-placed <nil>
+}
+
+// Claims are kept for 30 days, and events can be replayed for ever: what is older than the claims is not taken for new.
+func ExampleWithReplayHorizon() {
+	handle := newMiddleware(idempotencytest.NewMemStore(),
+		idempotency.WithReplayHorizon(29*24*time.Hour, idempotency.FirstTime(idempotency.CloudEventTime(), idempotency.MetadataTime("placed_at"))),
+	).Middleware(func(*message.Message) ([]*message.Message, error) { return nil, nil })
+	msg := order7()
+	msg.Metadata.Set("placed_at", "2020-01-01T00:00:00Z")
+	_, err := handle(msg)
+	fmt.Println(errors.Is(err, idempotency.ErrBeyondHorizon))
+	// Output: true
+}
+
+// A producer: each event gets its ID once, and keeps it when the producer tries again.
+func ExampleStampEventID() {
+	channel := gochannel.NewGoChannel(gochannel.Config{Persistent: true}, watermill.NopLogger{})
+	pub, err := idempotency.StampEventID(channel)
+	if err != nil {
+		log.Fatal(err)
+	}
+	msg := message.NewMessage(watermill.NewUUID(), []byte("order 7"))
+	for range 2 {
+		if err := pub.Publish("orders", msg); err != nil {
+			log.Fatal(err)
+		}
+	}
+	received, err := channel.Subscribe(context.Background(), "orders")
+	if err != nil {
+		log.Fatal(err)
+	}
+	first := <-received
+	first.Ack()
+	second := <-received
+	second.Ack()
+	fmt.Println(len(first.Metadata["event_id"]), first.Metadata["event_id"] == second.Metadata["event_id"])
+	// Output: 36 true
 }

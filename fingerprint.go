@@ -26,11 +26,14 @@ type ConflictError struct {
 	Differs []string
 }
 
-// Error implements error.
+// Error implements error. It shows the beginnings of the fingerprints' digests.
 func (e *ConflictError) Error() string {
-	return fmt.Sprintf("%v: event %q was processed at %s by subscriber %q, and the %s of this message differs (fingerprint %x then, %x now): give each event an ID of its own",
-		ErrConflict, e.Key.EventID, e.ClaimedAt.UTC().Format(time.RFC3339Nano), e.Key.SubscriberID, strings.Join(e.Differs, " and "),
-		e.Processed, e.Received)
+	const shown = 8
+	digest := func(fingerprint []byte) []byte {
+		return fingerprint[min(digestStart, len(fingerprint)):min(digestStart+shown, len(fingerprint))]
+	}
+	return fmt.Sprintf("%v: its %s differs from what was processed at %s (SHA-256 %x then, %x now): give each event an ID of its own",
+		ErrConflict, strings.Join(e.Differs, " and "), e.ClaimedAt.UTC().Format(time.RFC3339Nano), digest(e.Processed), digest(e.Received))
 }
 
 // Unwrap returns [ErrConflict].

@@ -215,7 +215,7 @@ func (c *counts) Observe(_ context.Context, e idempotency.Event) {
 	case idempotency.Duplicate:
 		c.duplicates.Add(1)
 	case idempotency.HandlerFailed, idempotency.HandlerPanicked, idempotency.Transient, idempotency.Permanent,
-		idempotency.ClaimInFlight, idempotency.Retried, idempotency.CommitUnknown:
+		idempotency.Conflict, idempotency.ClaimInFlight, idempotency.Retried, idempotency.CommitUnknown:
 		c.failed.Add(1)
 	}
 }
