@@ -292,6 +292,9 @@ func ExampleStampEventID() {
 	first.Ack()
 	second := <-received
 	second.Ack()
+	if err := channel.Close(); err != nil {
+		log.Fatal(err)
+	}
 	fmt.Println(len(first.Metadata["event_id"]), first.Metadata["event_id"] == second.Metadata["event_id"])
 	// Output: 36 true
 }
