@@ -68,8 +68,8 @@ func newCloudEvents(opts []CloudEventOption) cloudEvents {
 // cloudEventSpellings returns the metadata names of an attribute in the bindings of CloudEvents: Kafka; AMQP, with the
 // separator of its first version and the one for brokers that refuse that; HTTP, and as Go's net/http spells it.
 func cloudEventSpellings(attribute string) []string {
-	return []string{"ce_" + attribute, "cloudEvents:" + attribute, "cloudEvents_" + attribute, "ce-" + attribute,
-		"Ce-" + strings.ToUpper(attribute[:1]) + attribute[1:]}
+	capitalised := strings.ToUpper(attribute[:1]) + attribute[1:]
+	return []string{"ce_" + attribute, "cloudEvents:" + attribute, "cloudEvents_" + attribute, "ce-" + attribute, "Ce-" + capitalised}
 }
 
 var cloudEventMetadata = map[string][]string{
