@@ -7,6 +7,7 @@ import (
 
 	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/watermill-idempotency/idempotency"
@@ -17,8 +18,9 @@ import (
 // tx is a transaction that holds a claim. It owns the connection until it ends.
 type tx struct {
 	conn  *pgxpool.Conn // nil once it has ended
-	tx    pgx.Tx
+	begun pgx.BatchResults
 	claim idempotency.Key
+	mark  string // tells the transaction from others of the session
 	sql   *statements
 }
 
@@ -39,7 +41,7 @@ func (handlerTx) Rollback(context.Context) error {
 }
 
 // Raw implements [idempotency.Tx].
-func (t *tx) Raw() any { return handlerTx{t.tx} }
+func (t *tx) Raw() any { return handlerTx{t.begun.Tx()} }
 
 // Commit implements [idempotency.Tx].
 func (t *tx) Commit(ctx context.Context, produced []*message.Message) error {
@@ -50,11 +52,30 @@ func (t *tx) Commit(ctx context.Context, produced []*message.Message) error {
 	if err := t.check(); err != nil {
 		return fmt.Errorf("postgres: commit: %w", err)
 	}
-	if err := t.produce(ctx, produced); err != nil {
-		return fmt.Errorf("postgres: store produced messages: %w: %w", idempotency.ErrRolledBack, err)
-	}
-	if err := t.tx.Commit(ctx); err != nil {
+	if err := t.commit(ctx, produced); err != nil {
 		return fmt.Errorf("postgres: commit: %w", t.commitError(err))
+	}
+	return nil
+}
+
+// commit takes one round trip: if a statement fails, the server skips those after it.
+func (t *tx) commit(ctx context.Context, produced []*message.Message) error {
+	batch := &pgx.Batch{}
+	batch.Queue(check, t.mark)
+	if err := t.produce(batch, produced); err != nil {
+		return fmt.Errorf("store produced messages: %w", err)
+	}
+	batch.Queue(commits)
+	results := t.conn.SendBatch(ctx, batch)
+	var last pgconn.CommandTag
+	for range batch.Len() {
+		last, _ = results.Exec() // Close has the first error
+	}
+	if err := results.Close(); err != nil {
+		return err
+	}
+	if last.String() != "COMMIT" {
+		return pgx.ErrTxCommitRollback
 	}
 	return nil
 }
@@ -75,7 +96,7 @@ func (t *tx) check() error {
 	return nil
 }
 
-func (t *tx) produce(ctx context.Context, produced []*message.Message) error {
+func (t *tx) produce(batch *pgx.Batch, produced []*message.Message) error {
 	if len(produced) == 0 {
 		return nil
 	}
@@ -88,20 +109,23 @@ func (t *tx) produce(ctx context.Context, produced []*message.Message) error {
 			return err
 		}
 		uuids[i] = msg.UUID
-		payloads[i] = append([]byte{}, msg.Payload...) // not null
+		payloads[i] = msg.Payload
+		if msg.Payload == nil {
+			payloads[i] = []byte{} // not null
+		}
 	}
-	_, err := t.tx.Exec(ctx, t.sql.produce, t.claim.SubscriberID, t.claim.EventID, uuids, encoded, payloads)
-	return err
+	batch.Queue(t.sql.produce, t.claim.SubscriberID, t.claim.EventID, uuids, encoded, payloads)
+	return nil
 }
 
 func (t *tx) commitError(err error) error {
+	conn := t.conn.Conn()
+	open := !conn.IsClosed() && conn.PgConn().TxStatus() != 'I' // so the COMMIT was not executed
 	switch {
-	case errors.Is(err, pgx.ErrTxCommitRollback):
-		return fmt.Errorf("%w: %w", idempotency.ErrRolledBack, err)
-	case sqlstate.Of(err) == sqlstate.DivisionByZero && t.conn.Conn().PgConn().TxStatus() == 'E':
-		// It was the check of commitIfHeld, before the COMMIT; a deferred trigger that divides by zero ends the transaction.
-		return fmt.Errorf("%w: the handler executed COMMIT or ROLLBACK and began another one, or RESET ALL: %w", idempotency.ErrTxEnded, errHandler)
-	case isKnownRollback(err):
+	case sqlstate.Of(err) == sqlstate.DivisionByZero && open:
+		// It was the check; a deferred trigger that divides by zero ends the transaction.
+		return fmt.Errorf("%w: the handler executed COMMIT or ROLLBACK and began another one: %w", idempotency.ErrTxEnded, errHandler)
+	case open, isKnownRollback(err), errors.Is(err, pgx.ErrTxCommitRollback):
 		return fmt.Errorf("%w: %w", idempotency.ErrRolledBack, err)
 	}
 	return err
@@ -123,11 +147,10 @@ func (t *tx) end(ctx context.Context) error {
 	conn := t.conn
 	t.conn = nil
 	defer conn.Release()
-	if t.tx == nil {
-		return nil
+	if conn.Conn().PgConn().TxStatus() == 'I' {
+		// The transaction that the handler may have kept is closed, without a statement: pgx does so when a batch is closed
+		// that has begun one, and the connection is outside of a transaction.
+		return t.begun.Close()
 	}
-	if err := t.tx.Rollback(ctx); err != nil && !errors.Is(err, pgx.ErrTxClosed) {
-		return err
-	}
-	return nil
+	return t.begun.Tx().Rollback(ctx)
 }

@@ -14,6 +14,8 @@ import (
 type Wire struct {
 	trips atomic.Int64
 	cut   atomic.Pointer[bool]
+
+	commit atomic.Pointer[string] // the name of a prepared COMMIT
 }
 
 // Config returns a pool configuration for the main server whose connections go over the wire.
@@ -44,7 +46,7 @@ type wireConn struct {
 }
 
 func (c *wireConn) Write(data []byte) (int, error) {
-	if bytes.Contains(data, []byte("; commit\x00")) {
+	if c.wire.commits(data) {
 		if applied := c.wire.cut.Swap(nil); applied != nil {
 			return c.lose(data, *applied)
 		}
@@ -54,6 +56,17 @@ func (c *wireConn) Write(data []byte) (int, error) {
 		c.read = false
 	}
 	return c.Conn.Write(data)
+}
+
+// commits tells whether data executes the COMMIT that was prepared before.
+func (w *Wire) commits(data []byte) bool {
+	if before, _, prepares := bytes.Cut(data, []byte("\x00commit\x00")); prepares {
+		name := string(before[bytes.LastIndexByte(before, 0)+2:]) // what precedes it is the last byte of the message's length
+		w.commit.Store(&name)
+		return false
+	}
+	name := w.commit.Load()
+	return name != nil && bytes.Contains(data, []byte(*name))
 }
 
 // lose says that it has sent everything, as a network does.
