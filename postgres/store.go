@@ -21,6 +21,7 @@ type Store struct {
 	txOptions      pgx.TxOptions
 	acquireTimeout time.Duration
 	sql            statements
+	keeper         keeper
 }
 
 var _ idempotency.Store = (*Store)(nil)
@@ -68,6 +69,7 @@ func New(ctx context.Context, pool *pgxpool.Pool, opts ...Option) (*Store, error
 		pool:           pool,
 		txOptions:      pgx.TxOptions{IsoLevel: c.isolation, CommitQuery: commitIfHeld},
 		acquireTimeout: c.acquireTimeout,
+		keeper:         keeper{retention: c.retention, sql: t.Operator()},
 		sql: statements{
 			claim: "insert into " + t.Claim + " (subscriber_id, event_id, topic, fingerprint) values ($1, $2, $3, $4)" +
 				" on conflict (subscriber_id, event_id) do nothing returning " + mark,
