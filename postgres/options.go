@@ -8,6 +8,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/watermill-idempotency/idempotency/internal/pgschema"
+	"github.com/watermill-idempotency/idempotency/internal/retention"
 )
 
 // Option configures [New] and [Migrate]: give both the same. Where an option is given twice, the last one wins.
@@ -21,6 +22,7 @@ type config struct {
 	names          pgschema.Names
 	isolation      pgx.TxIsoLevel
 	acquireTimeout time.Duration
+	retention      *time.Duration // nil: for ever
 }
 
 func newConfig(opts []Option) (config, error) {
@@ -59,6 +61,18 @@ func WithAcquireTimeout(d time.Duration) Option {
 	return optionFunc(func(c *config) { c.acquireTimeout = d })
 }
 
+// WithRetention sets how long claims are kept, at least; [Store.Purge] and [Store.Clean] remove those that are older, and
+// nothing does if neither is called. It must be positive. The default is for ever.
+//
+// An event that comes again after its claim is gone is processed again. So let d be longer than an event can take to come
+// again: the time that the broker keeps it (retention of a Kafka topic that is replayed, of a queue or stream), plus the
+// longest outage of the consumer, plus the age at which somebody still replays a dead-letter queue. A week is a common
+// choice, and costs PostgreSQL about 300 bytes for each event. [idempotency.WithReplayHorizon] refuses events that are older
+// than what is kept.
+func WithRetention(d time.Duration) Option {
+	return optionFunc(func(c *config) { c.retention = &d })
+}
+
 // validate reports all mistakes at once.
 func (c *config) validate() error {
 	errs := c.names.Validate()
@@ -69,6 +83,9 @@ func (c *config) validate() error {
 	}
 	if c.acquireTimeout <= 0 {
 		errs = append(errs, fmt.Errorf("WithAcquireTimeout: %v is not positive", c.acquireTimeout))
+	}
+	if err := retention.Validate(c.retention); err != nil {
+		errs = append(errs, err)
 	}
 	return errors.Join(errs...)
 }

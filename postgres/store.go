@@ -21,6 +21,7 @@ type Store struct {
 	acquireTimeout time.Duration
 	sql            statements
 	nothing        *pgx.Batch // begins a transaction of pgx, and sends nothing
+	keeper         keeper
 }
 
 var _ idempotency.Store = (*Store)(nil)
@@ -75,6 +76,7 @@ func New(ctx context.Context, pool *pgxpool.Pool, opts ...Option) (*Store, error
 		pool:           pool,
 		acquireTimeout: c.acquireTimeout,
 		nothing:        batch,
+		keeper:         keeper{retention: c.retention, sql: t.Operator()},
 		sql: statements{
 			begin: begin,
 			claim: "insert into " + t.Claim + " (subscriber_id, event_id, topic, fingerprint) values ($1, $2, $3, $4)" +

@@ -5,6 +5,7 @@ import (
 	"database/sql"
 	"fmt"
 	"strings"
+	"time"
 
 	"github.com/watermill-idempotency/idempotency"
 )
@@ -29,6 +30,13 @@ type Dialect interface {
 	uncommitted(ctx context.Context, t *tx, err error) bool
 	// classify tells what the engine's code in an error means, and whether there is one.
 	classify(err error) (fault idempotency.Fault, known bool)
+
+	// write runs do in a transaction, again if the database is busy.
+	write(ctx context.Context, db *sql.DB, c *config, do func(tx *sql.Tx) error) error
+	// purge removes claims in tx, see [retention.Engine].
+	purge(ctx context.Context, tx *sql.Tx, s *operatorStatements, from, before time.Time, limit int) (removed int64, last time.Time, err error)
+	// time is a time as claimed_at is compared with.
+	time(t time.Time) any
 }
 
 // statements are the texts for one pair of tables. They take subscriber ID and event ID first.
@@ -38,6 +46,19 @@ type statements struct {
 	record  string // one row for each produced message, one with nulls if there is none, none if there is no claim
 	produce bulk   // and position, uuid, metadata, payload
 	acked   bulk
+	operatorStatements
+}
+
+// operatorStatements are those of retention and of the operator's methods. Ages are in seconds.
+type operatorStatements struct {
+	newest       string // age: a time, or null
+	lock         string // whether this transaction is the one that purges the table, if the engine needs to ask
+	remove       string
+	countUnacked string   // before
+	forget       []string // the last one affects the claim's row
+	unacked      string   // age, limit: key, topic, claimed_at, number of messages
+	pages        string   // the size of the table of claims, if stats reads a part of it
+	stats        string   // percentage of the pages, if there are pages: subscriber ID, claims, oldest, newest, unacked, oldest unacked
 }
 
 // bulk is a statement over rows of values, whose number varies.

@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"time"
+
+	"github.com/watermill-idempotency/idempotency/internal/retention"
 )
 
 // Option configures [New] and [Migrate]: give both the same. Where an option is given twice, the last one wins.
@@ -19,6 +21,7 @@ type config struct {
 	prefix         string
 	isolation      sql.IsolationLevel
 	acquireTimeout time.Duration
+	retention      *time.Duration // nil: for ever
 }
 
 func newConfig(db *sql.DB, d Dialect, opts []Option) (config, error) {
@@ -64,11 +67,26 @@ func WithAcquireTimeout(d time.Duration) Option {
 	return optionFunc(func(c *config) { c.acquireTimeout = d })
 }
 
+// WithRetention sets how long claims are kept, at least; [Store.Purge] and [Store.Clean] remove those that are older, and
+// nothing does if neither is called. It must be positive. The default is for ever.
+//
+// An event that comes again after its claim is gone is processed again. So let d be longer than an event can take to come
+// again: the time that the broker keeps it (retention of a Kafka topic that is replayed, of a queue or stream), plus the
+// longest outage of the consumer, plus the age at which somebody still replays a dead-letter queue. A week is a common
+// choice, and costs PostgreSQL about 300 bytes for each event. [idempotency.WithReplayHorizon] refuses events that are older
+// than what is kept.
+func WithRetention(d time.Duration) Option {
+	return optionFunc(func(c *config) { c.retention = &d })
+}
+
 // validate reports all mistakes at once.
 func (c *config) validate(d Dialect) error {
 	errs := d.validate(c)
 	if c.acquireTimeout <= 0 {
 		errs = append(errs, fmt.Errorf("WithAcquireTimeout: %v is not positive", c.acquireTimeout))
+	}
+	if err := retention.Validate(c.retention); err != nil {
+		errs = append(errs, err)
 	}
 	return errors.Join(errs...)
 }

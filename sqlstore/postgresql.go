@@ -79,6 +79,7 @@ func (postgreSQL) open(ctx context.Context, db *sql.DB, c *config) (statements, 
 			head: "delete from " + t.Produced + " where ctid = any(array(select ctid from " + t.Produced + " where (subscriber_id, event_id) in (",
 			tail: ")))", columns: 2, placeholder: placeholder,
 		},
+		operatorStatements: postgreSQLOperator(t),
 	}, nil
 }
 

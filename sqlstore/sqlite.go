@@ -84,12 +84,15 @@ func (d sqlite) open(ctx context.Context, db *sql.DB, c *config) (statements, er
 			head: "delete from " + produced + " where (subscriber_id, event_id) in (values ",
 			tail: ")", columns: 2, placeholder: placeholder,
 		},
+		operatorStatements: sqliteOperator(claim, produced),
 	}, nil
 }
 
 func (sqlite) migrate(ctx context.Context, conn *sql.Conn, c *config) error {
 	names := sqliteNames(c)
-	replace := strings.NewReplacer("{claim}", mainTable(names.claim), "{produced_message}", mainTable(names.produced))
+	replace := strings.NewReplacer("{claim}", mainTable(names.claim), "{produced_message}", mainTable(names.produced),
+		// An index is qualified where its table must not be.
+		"{claim_claimed_at}", mainTable(names.claim+"_claimed_at"), "{claim_name}", strings.TrimPrefix(mainTable(names.claim), "main."))
 	files, err := sqliteMigrations.ReadDir("migrations/sqlite")
 	if err != nil {
 		return err

@@ -67,7 +67,7 @@ func (s *Store) Claim(ctx context.Context, c idempotency.Claim) (idempotency.Tx,
 	if err != nil {
 		return nil, nil, fmt.Errorf("sqlstore: claim: %w", because(ctx, err))
 	}
-	record, err := t.record(ctx)
+	record, err := s.record(ctx, t.tx, c.Key)
 	if err != nil {
 		return nil, nil, fmt.Errorf("sqlstore: read the record of a duplicate: %w", because(ctx, err))
 	}
@@ -94,9 +94,14 @@ func acquire(ctx context.Context, db *sql.DB, timeout time.Duration) (*sql.Conn,
 	return nil, fmt.Errorf("%w within %v: a new one could not be opened: %w", ErrPoolExhausted, timeout, err)
 }
 
+// queryer is a transaction or a connection.
+type queryer interface {
+	QueryContext(ctx context.Context, query string, args ...any) (*sql.Rows, error)
+}
+
 // record reads what a duplicate has met.
-func (t *tx) record(ctx context.Context) (_ *idempotency.Record, err error) {
-	rows, err := t.tx.QueryContext(ctx, t.store.sql.record, t.claim.SubscriberID, t.claim.EventID)
+func (s *Store) record(ctx context.Context, from queryer, key idempotency.Key) (_ *idempotency.Record, err error) {
+	rows, err := from.QueryContext(ctx, s.sql.record, key.SubscriberID, key.EventID)
 	if err != nil {
 		return nil, err
 	}
@@ -107,7 +112,7 @@ func (t *tx) record(ctx context.Context) (_ *idempotency.Record, err error) {
 	}()
 	var record *idempotency.Record
 	for rows.Next() {
-		r := idempotency.Record{Key: t.claim}
+		r := idempotency.Record{Key: key}
 		var uuid sql.NullString
 		var encoded, payload []byte
 		if err := rows.Scan(timestamp{&r.ClaimedAt}, &r.Topic, &r.Fingerprint, &uuid, &encoded, &payload); err != nil {
@@ -133,12 +138,14 @@ func (t *tx) record(ctx context.Context) (_ *idempotency.Record, err error) {
 	return record, nil
 }
 
-// timestamp scans a time, or the text of one.
+// timestamp scans a time, or the text of one; null is zero.
 type timestamp struct{ to *time.Time }
 
 // Scan implements [sql.Scanner].
 func (t timestamp) Scan(value any) (err error) {
 	switch value := value.(type) {
+	case nil:
+		*t.to = time.Time{}
 	case time.Time:
 		*t.to = value
 	case string:

@@ -20,6 +20,7 @@ const DefaultPrefix = "idempotency_"
 const (
 	claimTable    = "claim"
 	producedTable = "produced_message"
+	claimedAt     = "claim_claimed_at" // the index
 
 	// maxName is the longest identifier that PostgreSQL keeps whole; longer ones are cut without an error.
 	maxName = 63
@@ -59,7 +60,7 @@ func (n Names) Validate() []error {
 		}
 	}
 	if n.Prefix != "" {
-		if err := checkName(n.Prefix, maxName-len(producedTable)); err != nil {
+		if err := checkName(n.Prefix, maxName-max(len(producedTable), len(claimedAt))); err != nil {
 			errs = append(errs, fmt.Errorf("WithTablePrefix: %w", err))
 		}
 	}
@@ -95,6 +96,11 @@ func (n Names) Resolve(ctx context.Context, db DB) (Tables, error) {
 
 func quote(name string) string { return `"` + strings.ReplaceAll(name, `"`, `""`) + `"` }
 
+// literal is for names in quotes, with standard_conforming_strings on or off.
+func literal(text string) string {
+	return " E'" + strings.NewReplacer(`\`, `\\`, "'", "''").Replace(text) + "'"
+}
+
 // Migrate creates what is missing, on one connection inside of a transaction.
 func (n Names) Migrate(ctx context.Context, tx DB) error {
 	if err := tx.Exec(ctx, "select pg_catalog.pg_advisory_xact_lock($1)", int64(migrationLock)); err != nil {
@@ -115,6 +121,8 @@ func (n Names) Migrate(ctx context.Context, tx DB) error {
 	if err != nil {
 		return err
 	}
+	// An index is in the schema of its table, and is created without naming it.
+	names := strings.NewReplacer("{claim}", t.Claim, "{produced_message}", t.Produced, "{claim_claimed_at}", quote(n.Prefix+claimedAt))
 	files, err := migrations.ReadDir("migrations")
 	if err != nil {
 		return err
@@ -124,7 +132,7 @@ func (n Names) Migrate(ctx context.Context, tx DB) error {
 		if err != nil {
 			return err
 		}
-		if err := tx.Exec(ctx, strings.NewReplacer("{claim}", t.Claim, "{produced_message}", t.Produced).Replace(string(text))); err != nil {
+		if err := tx.Exec(ctx, names.Replace(string(text))); err != nil {
 			return fmt.Errorf("%s: %w", file.Name(), err)
 		}
 	}

@@ -10,12 +10,13 @@ import (
 
 // Codes, from appendix A of PostgreSQL's manual.
 const (
-	DivisionByZero       = "22012"
-	ReadOnly             = "25006"
-	InFailedTransaction  = "25P02"
-	SerializationFailure = "40001"
-	DeadlockDetected     = "40P01"
-	LockNotAvailable     = "55P03"
+	DivisionByZero        = "22012"
+	ReadOnly              = "25006"
+	InFailedTransaction   = "25P02"
+	SerializationFailure  = "40001"
+	DeadlockDetected      = "40P01"
+	InsufficientPrivilege = "42501"
+	LockNotAvailable      = "55P03"
 
 	classConnection = "08"
 	classResources  = "53"
