@@ -12,7 +12,7 @@ BENCHFLAGS ?=
 BENCHCOUNT ?= 6
 
 # The root module has no dependency but Watermill; what needs more is a module of its own.
-MODULES := $(dir $(wildcard go.mod examples/go.mod integration/go.mod))
+MODULES := $(dir $(wildcard go.mod amqpmessage/go.mod examples/go.mod integration/go.mod))
 
 SERVICES_DIR := $(or $(IDEMPOTENCY_SERVICES_DIR),$(CURDIR)/.services)
 
