@@ -26,7 +26,7 @@ type Store struct {
 var _ idempotency.Store = (*Store)(nil)
 
 type statements struct {
-	claim, record, produced, produce, acked string
+	claim, record, produced, produce, held, acked string
 }
 
 const (
@@ -34,14 +34,15 @@ const (
 	boundWait   = "select pg_catalog.set_config('idempotency.lock_timeout', pg_catalog.current_setting('lock_timeout'), true), pg_catalog.set_config('lock_timeout', $1, true)"
 	unboundWait = "select pg_catalog.set_config('lock_timeout', pg_catalog.current_setting('idempotency.lock_timeout'), true)"
 
-	// The claim leaves a mark in its transaction, and the commit looks for it in its own round trip: a handler that executes
-	// ROLLBACK (or COMMIT) AND CHAIN as text, or begins another transaction, would have its message acked with nothing done.
-	// A savepoint that the commit releases would do as well, and use up two transaction IDs for each message.
+	// The claim leaves a mark in its transaction, the number of that, and the commit looks for it in its own round trip: a
+	// handler that executes ROLLBACK (or COMMIT) AND CHAIN as text, or begins another transaction, would have its message
+	// acked with nothing done. A savepoint that the commit releases would do as well, and use up two transaction IDs for each
+	// message.
 	//
 	// A handler that switches synchronous_commit off, for itself or for what comes after it on the connection, would have
 	// messages acked that a crash of the server takes back. It is on again for the commit.
-	mark         = "pg_catalog.set_config('idempotency.claim', 'held', true)"
-	commitIfHeld = "select 1 / (pg_catalog.current_setting('idempotency.claim', true) is not distinct from 'held')::int," +
+	mark         = "pg_catalog.set_config('idempotency.claim', pg_catalog.pg_current_xact_id()::pg_catalog.text, true)"
+	commitIfHeld = "select 1 / coalesce(pg_catalog.current_setting('idempotency.claim', true) = pg_catalog.pg_current_xact_id_if_assigned()::pg_catalog.text, false)::int," +
 		" case when pg_catalog.current_setting('synchronous_commit') = 'off' then pg_catalog.set_config('synchronous_commit', 'on', true) end; commit"
 	endsUncommitted = "rollback"
 )
@@ -77,6 +78,7 @@ func New(ctx context.Context, pool *pgxpool.Pool, opts ...Option) (*Store, error
 			produce: "insert into " + t.Produced + " (subscriber_id, event_id, position, uuid, metadata, payload)" +
 				" select $1, $2, m.position, m.uuid, m.metadata, m.payload" +
 				" from rows from (pg_catalog.unnest($3::text[]), pg_catalog.unnest($4::bytea[]), pg_catalog.unnest($5::bytea[])) with ordinality m (uuid, metadata, payload, position)",
+			held: "select exists (select from " + t.Claim + " where subscriber_id = $1 and event_id = $2 and xmin = $3::pg_catalog.text::pg_catalog.xid8::pg_catalog.xid)",
 			// Without "for update", which would need the privilege to update. The rows are met in physical order, so that
 			// two instances do not wait for each other.
 			acked: "delete from " + t.Produced + " where ctid = any (array(select p.ctid from " + t.Produced + " p" +
@@ -92,7 +94,7 @@ func (s *Store) Claim(ctx context.Context, c idempotency.Claim) (idempotency.Tx,
 	if err != nil {
 		return nil, nil, fmt.Errorf("postgres: claim: %w", err)
 	}
-	t := &tx{conn: conn, claim: c.Key, sql: &s.sql}
+	t := &tx{conn: conn, claim: c.Key, pool: s.pool, sql: &s.sql}
 	claimed, err := t.begin(ctx, s.txOptions, c)
 	if err != nil {
 		if isOfSession(err) {
@@ -132,7 +134,9 @@ func (t *tx) begin(ctx context.Context, options pgx.TxOptions, c idempotency.Cla
 		batch.Queue(boundWait, pgschema.LockTimeout(limit))
 	}
 	batch.Queue(t.sql.claim, c.SubscriberID, c.EventID, c.Topic, c.Fingerprint).Query(func(rows pgx.Rows) error {
-		claimed = rows.Next()
+		if claimed = rows.Next(); claimed {
+			return rows.Scan(&t.mark)
+		}
 		return nil
 	})
 	if bounded {

@@ -19,6 +19,8 @@ type tx struct {
 	conn  *pgxpool.Conn // nil once it has ended
 	tx    pgx.Tx
 	claim idempotency.Key
+	mark  string // the number of the transaction
+	pool  *pgxpool.Pool
 	sql   *statements
 }
 
@@ -48,13 +50,13 @@ func (t *tx) Commit(ctx context.Context, produced []*message.Message) error {
 	}
 	defer func() { _ = t.end(ctx) }()
 	if err := t.check(); err != nil {
-		return fmt.Errorf("postgres: commit: %w", err)
+		return fmt.Errorf("postgres: commit: %w", t.keep(ctx, produced, err))
 	}
-	if err := t.produce(ctx, produced); err != nil {
+	if err := t.produce(ctx, t.tx, produced); err != nil {
 		return fmt.Errorf("postgres: store produced messages: %w: %w", idempotency.ErrRolledBack, err)
 	}
 	if err := t.tx.Commit(ctx); err != nil {
-		return fmt.Errorf("postgres: commit: %w", t.commitError(err))
+		return fmt.Errorf("postgres: commit: %w", t.keep(ctx, produced, t.commitError(err)))
 	}
 	return nil
 }
@@ -75,7 +77,7 @@ func (t *tx) check() error {
 	return nil
 }
 
-func (t *tx) produce(ctx context.Context, produced []*message.Message) error {
+func (t *tx) produce(ctx context.Context, in pgx.Tx, produced []*message.Message) error {
 	if len(produced) == 0 {
 		return nil
 	}
@@ -90,7 +92,7 @@ func (t *tx) produce(ctx context.Context, produced []*message.Message) error {
 		uuids[i] = msg.UUID
 		payloads[i] = append([]byte{}, msg.Payload...) // not null
 	}
-	_, err := t.tx.Exec(ctx, t.sql.produce, t.claim.SubscriberID, t.claim.EventID, uuids, encoded, payloads)
+	_, err := in.Exec(ctx, t.sql.produce, t.claim.SubscriberID, t.claim.EventID, uuids, encoded, payloads)
 	return err
 }
 
@@ -105,6 +107,26 @@ func (t *tx) commitError(err error) error {
 		return fmt.Errorf("%w: %w", idempotency.ErrRolledBack, err)
 	}
 	return err
+}
+
+// keep looks whether a handler that has ended the transaction has committed the claim. Then the redelivery is a duplicate,
+// and finds what the handler returned only if it is stored now.
+func (t *tx) keep(ctx context.Context, produced []*message.Message, ended error) error {
+	if len(produced) == 0 || !errors.Is(ended, idempotency.ErrTxEnded) {
+		return ended
+	}
+	_ = t.end(ctx)
+	err := pgx.BeginFunc(ctx, t.pool, func(own pgx.Tx) error {
+		var held bool
+		if err := own.QueryRow(ctx, t.sql.held, t.claim.SubscriberID, t.claim.EventID, t.mark).Scan(&held); err != nil || !held {
+			return err
+		}
+		return t.produce(ctx, own, produced)
+	})
+	if err != nil {
+		return fmt.Errorf("%w; %w: %w", ended, errNotKept, err)
+	}
+	return ended
 }
 
 // Rollback implements [idempotency.Tx].
