@@ -10,12 +10,13 @@ import (
 
 // Codes, from appendix A of PostgreSQL's manual.
 const (
-	DivisionByZero       = "22012"
-	ReadOnly             = "25006"
-	InFailedTransaction  = "25P02"
-	SerializationFailure = "40001"
-	DeadlockDetected     = "40P01"
-	LockNotAvailable     = "55P03"
+	DivisionByZero        = "22012"
+	ReadOnly              = "25006"
+	InFailedTransaction   = "25P02"
+	SerializationFailure  = "40001"
+	DeadlockDetected      = "40P01"
+	InsufficientPrivilege = "42501"
+	LockNotAvailable      = "55P03"
 
 	classConnection = "08"
 	classResources  = "53"
@@ -29,6 +30,13 @@ func Of(err error) string {
 		return coded.SQLState()
 	}
 	return ""
+}
+
+// IsOfSession tells whether a claim failed because of what its session is: one that a handler left read-only or in another
+// role (SET ROLE), or one with a primary that has become a standby. On the same connection, every later claim would fail too.
+func IsOfSession(err error) bool {
+	code := Of(err)
+	return code == ReadOnly || code == InsufficientPrivilege
 }
 
 // Classify tells what a code means for the message at hand.
