@@ -22,6 +22,7 @@ var (
 	errClosed   = errors.New("the connection was lost, or closed by a context that ended during a statement of the handler")
 	errBusy     = errors.New("rows or a batch are still open: close what Query, SendBatch or CopyFrom returned before the handler returns")
 	errAborted  = errors.New("a statement failed, and the handler went on: return its error, or run it in a savepoint (tx.Begin)")
+	errNotKept  = errors.New("what it returned could not be stored, and is lost if the handler has committed")
 	errHandler  = errors.New("it is the middleware's to end: return an error to roll back, nil to commit; tx.Begin gives a savepoint that you may end")
 )
 
@@ -56,16 +57,6 @@ func claimError(err error, inFlight idempotency.InFlight) error {
 	}
 	return err
 }
-
-// isOfSession tells whether a claim failed because of what its session is: one that a handler left read-only or in another
-// role (SET ROLE), or one with a primary that has become a standby. On the same connection, every later claim would fail too.
-func isOfSession(err error) bool {
-	code := sqlstate.Of(err)
-	return code == sqlstate.ReadOnly || code == insufficientPrivilege
-}
-
-// insufficientPrivilege is the SQLSTATE of a missing privilege.
-const insufficientPrivilege = "42501"
 
 // isKnownRollback tells whether an error of COMMIT says for sure that nothing is committed: the server has answered with an
 // error and goes on, or nothing was sent. After FATAL the session is gone, and the commit may have come first.

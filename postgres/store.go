@@ -13,6 +13,7 @@ import (
 	"github.com/watermill-idempotency/idempotency"
 	"github.com/watermill-idempotency/idempotency/internal/metadata"
 	"github.com/watermill-idempotency/idempotency/internal/pgschema"
+	"github.com/watermill-idempotency/idempotency/internal/sqlstate"
 )
 
 // Store is an [idempotency.Store] on PostgreSQL. Handlers get a [pgx.Tx]. It is safe for concurrent use.
@@ -27,7 +28,7 @@ type Store struct {
 var _ idempotency.Store = (*Store)(nil)
 
 type statements struct {
-	begin, claim, record, produced, produce, acked string
+	begin, claim, record, produced, produce, held, acked string
 }
 
 const (
@@ -87,6 +88,7 @@ func New(ctx context.Context, pool *pgxpool.Pool, opts ...Option) (*Store, error
 			produce: "insert into " + t.Produced + " (subscriber_id, event_id, position, uuid, metadata, payload)" +
 				" select $1, $2, m.position, m.uuid, m.metadata, m.payload" +
 				" from rows from (pg_catalog.unnest($3::text[]), pg_catalog.unnest($4::bytea[]), pg_catalog.unnest($5::bytea[])) with ordinality m (uuid, metadata, payload, position)",
+			held: "select exists (select from " + t.Claim + " where subscriber_id = $1 and event_id = $2 and xmin = $3::pg_catalog.text::pg_catalog.xid8::pg_catalog.xid)",
 			// Without "for update", which would need the privilege to update. The rows are met in physical order, so that
 			// two instances do not wait for each other.
 			acked: "delete from " + t.Produced + " where ctid = any (array(select p.ctid from " + t.Produced + " p" +
@@ -102,10 +104,10 @@ func (s *Store) Claim(ctx context.Context, c idempotency.Claim) (idempotency.Tx,
 	if err != nil {
 		return nil, nil, fmt.Errorf("postgres: claim: %w", err)
 	}
-	t := &tx{conn: conn, claim: c.Key, sql: &s.sql, begun: conn.SendBatch(ctx, s.nothing)}
+	t := &tx{pool: s.pool, conn: conn, claim: c.Key, sql: &s.sql, begun: conn.SendBatch(ctx, s.nothing)}
 	claimed, err := t.begin(ctx, c)
 	if err != nil {
-		if isOfSession(err) {
+		if sqlstate.IsOfSession(err) {
 			_ = conn.Conn().Close(ctx) // the next claim gets a session that nobody has changed
 		}
 		_ = t.end(ctx)
