@@ -108,8 +108,10 @@ func TestLinksOfTheGuidesLead(t *testing.T) {
 	}
 }
 
-// The first lines of the README, which leave the handling of errors out.
-func TestFirstLinesOfTheREADME(t *testing.T) { //nolint:ineffassign,staticcheck // as above
+// The first lines of the README leave the handling of errors out.
+//
+//nolint:ineffassign,staticcheck // as above
+func TestFirstLinesOfTheREADME(t *testing.T) {
 	t.Parallel()
 	ctx := t.Context()
 	pool, _ := database(t, "create table shipping_label (order_id text primary key)")
