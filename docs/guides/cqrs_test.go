@@ -235,7 +235,7 @@ func TestHandlerThatIsAddedToAGroupSeesNoOldEvents(t *testing.T) {
 	require.Equal(t, []string{"label for O-104", "mail for O-104"}, store.Effects())
 }
 
-// The code of the guide for commands, with a handler that writes and fails.
+// A command's handler that writes and fails.
 func TestAckCommandHandlingErrors(t *testing.T) {
 	t.Parallel()
 	for name, try := range map[string]struct {
@@ -371,7 +371,7 @@ func TestBusOnABrokerPublishesWhateverBecomesOfTheTransaction(t *testing.T) {
 	bus, err := newEventBus(stamping)
 	require.NoError(t, err)
 	failures := 1
-	addHandler := cqrs.NewEventHandler("create-label", func(ctx context.Context, event *OrderPaid) error {
+	eventHandler := cqrs.NewEventHandler("create-label", func(ctx context.Context, event *OrderPaid) error {
 		if err := bus.Publish(ctx, &LabelCreated{OrderID: event.OrderID}); err != nil {
 			return err
 		}
@@ -383,7 +383,7 @@ func TestBusOnABrokerPublishesWhateverBecomesOfTheTransaction(t *testing.T) {
 	})
 	processor, err := newEventProcessor(s.router, s.channel, true)
 	require.NoError(t, err)
-	handler, err := processor.AddHandler(addHandler)
+	handler, err := processor.AddHandler(eventHandler)
 	require.NoError(t, err)
 	handler.AddMiddleware(idem.Middleware)
 	s.run()
