@@ -255,7 +255,10 @@ func TestAckCommandHandlingErrors(t *testing.T) {
 			processor, err := newCommandProcessor(s.router, s.channel, try.onHandle)
 			require.NoError(t, err)
 			require.NoError(t, processor.AddHandlers(cqrs.NewCommandHandler("cancel-label", func(ctx context.Context, cmd *CancelLabel) error {
-				return errors.Join(write(ctx, "half of "+cmd.OrderID), errPrinter)
+				if err := write(ctx, "half of "+cmd.OrderID); err != nil {
+					return err
+				}
+				return errPrinter
 			})))
 			s.run()
 			require.NoError(t, s.channel.Publish("commands", marshal(t, "C-1", CancelLabel{OrderID: "O-104"})))
@@ -356,7 +359,10 @@ func TestBusOnTheOutboxPublishesWithTheCommit(t *testing.T) {
 
 	idem, _ = newMiddleware(t, store, idempotency.WithSubscriberID("failing"))
 	require.ErrorIs(t, deliver(idem, func(msg *message.Message) error {
-		return errors.Join(service.createLabel(msg.Context(), &OrderPaid{OrderID: "O-105"}), errPrinter)
+		if err := service.createLabel(msg.Context(), &OrderPaid{OrderID: "O-105"}); err != nil {
+			return err
+		}
+		return errPrinter
 	}, event("E-2", "")), errPrinter)
 	require.Equal(t, "1 1", value[string](t, pool, state), "a rollback takes the event along")
 }
