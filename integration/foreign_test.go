@@ -61,6 +61,7 @@ var onRabbit = map[string]foreign{
 	"ID that is no UTF-8":     {rabbit: amqp091.Publishing{MessageId: "\xff"}, err: idempotency.ErrKeyNotUTF8},
 	"ID with a NUL":           {rabbit: amqp091.Publishing{Headers: amqp091.Table{"event_id": "a\x00"}}, err: idempotency.ErrKeyHasNUL},
 	"nothing that identifies": {rabbit: amqp091.Publishing{Body: []byte("a body")}, err: idempotency.ErrMissingKey},
+	"nothing":                 {err: idempotency.ErrMissingKey},
 }
 
 // onKafka are messages by sarama.
