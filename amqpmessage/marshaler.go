@@ -37,7 +37,8 @@ const (
 // Unmarshal turns properties into metadata under the names above, and headers under their own. A header is there as text:
 // numbers in decimal, times in RFC 3339 and UTC, bytes as they are, nothing as "", tables and arrays (x-death) as JSON. A
 // header wins over a property of the same name. The UUID is Watermill's header, or else the message ID. Delivery mode,
-// priority, expiration and user ID are not kept.
+// priority, expiration and user ID are not kept. A message with nothing in it gets the content type
+// application/octet-stream, as the idempotency middleware would wait for ever for what looks like none.
 //
 // Marshal writes all metadata into headers, as strings, as DefaultMarshaler does, and the properties besides. What does not
 // fit into a property (255 bytes, or no RFC 3339) is in the header alone. Headers that RabbitMQ owns are not written:
@@ -156,6 +157,9 @@ func (m Marshaler) Unmarshal(delivery amqp091.Delivery) (*message.Message, error
 	}
 	msg.UUID = cmp.Or(msg.Metadata[m.uuidHeader()], msg.Metadata[MessageID])
 	delete(msg.Metadata, m.uuidHeader())
+	if msg.UUID == "" && len(msg.Metadata) == 0 && len(msg.Payload) == 0 {
+		msg.Metadata[ContentType] = "application/octet-stream"
+	}
 	return msg, nil
 }
 

@@ -2,7 +2,10 @@ module github.com/watermill-idempotency/idempotency/integration
 
 go 1.26.0
 
-replace github.com/watermill-idempotency/idempotency => ../
+replace (
+	github.com/watermill-idempotency/idempotency => ../
+	github.com/watermill-idempotency/idempotency/amqpmessage => ../amqpmessage
+)
 
 require (
 	github.com/IBM/sarama v1.43.3
@@ -14,6 +17,7 @@ require (
 	github.com/rabbitmq/amqp091-go v1.16.0
 	github.com/stretchr/testify v1.12.1
 	github.com/watermill-idempotency/idempotency v0.0.0-00010101000000-000000000000
+	github.com/watermill-idempotency/idempotency/amqpmessage v0.0.0-00010101000000-000000000000
 	go.uber.org/goleak v1.3.0
 	modernc.org/sqlite v1.62.0
 )

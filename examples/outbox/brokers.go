@@ -9,6 +9,8 @@ import (
 	"github.com/ThreeDotsLabs/watermill-kafka/v3/pkg/kafka"
 	"github.com/ThreeDotsLabs/watermill/message"
 	amqp091 "github.com/rabbitmq/amqp091-go"
+
+	"github.com/watermill-idempotency/idempotency/amqpmessage"
 )
 
 // broker makes publishers that are fit for a forwarder: they return nil only for what the broker has stored.
@@ -23,6 +25,7 @@ func amqpConfig(url string) amqp.Config {
 	config := amqp.NewDurableQueueConfig(url)
 	config.Queue.Arguments = amqp091.Table{"x-queue-type": "quorum"} // replicated, where there is a cluster
 	config.Consume.Qos.PrefetchCount = 5
+	config.Marshaler = amqpmessage.Marshaler{} // the default one refuses what a quorum queue delivers a second time
 	// Without confirms, a message is gone when the connection breaks or the queue refuses it. Not Transactional: it hides
 	// errors.
 	config.Publish.ConfirmDelivery = true
