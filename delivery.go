@@ -139,6 +139,9 @@ func (d *delivery) rollback(detached context.Context, tx Tx) {
 
 // settle is detached like the commit: a handler that has succeeded is not undone because its router is closing.
 func (d *delivery) settle(inside context.Context, produced []*message.Message) (stored, published []*message.Message, err error) {
+	if len(produced) == 0 {
+		return nil, nil, nil
+	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(inside), d.m.commitTimeout)
 	defer cancel()
 	return d.m.produced.settle(ctx, produced)
@@ -230,10 +233,10 @@ func (d *delivery) report(ctx context.Context, outcome Outcome, err error) {
 		d.m.logger.Error("idempotency: the message was acked before its transaction committed, and is lost now that it failed: remove middleware.InstantAck, and let only the router ack", err, d.fields())
 	case e.EarlyAck:
 		d.m.logger.Error("idempotency: the message was acked before its transaction committed, and would be lost if it failed: remove middleware.InstantAck, and let only the router ack", nil, d.fields())
-	case outcome == Processed:
-		d.m.logger.Trace("idempotency: processed", d.fields())
 	case outcome == Duplicate:
-		d.m.logger.Debug("idempotency: duplicate, handler skipped", d.fields().Add(watermill.LogFields{"claimed_at": e.ClaimedAt, "produced": e.Produced}))
+		fields := d.fields()
+		fields["claimed_at"], fields["produced"] = e.ClaimedAt, e.Produced
+		d.m.logger.Debug("idempotency: duplicate, handler skipped", fields)
 	case outcome == Retried:
 		d.m.logger.Info("idempotency: trying again in a fresh transaction", d.fields().Add(watermill.LogFields{"err": err.Error()}))
 	}

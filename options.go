@@ -139,8 +139,8 @@ func WithIgnoredHandlers(names ...string) Option {
 // WithLogger sets the logger. The default is Watermill's adapter of slog.Default().
 //
 // Levels: Error for what nobody else can tell (a message acked before its commit, a failed [AfterCommit] function, a
-// panicking observer), Info for a retry in place and a double installation, Debug for a duplicate, Trace for a processed
-// message. Errors that are returned are not logged: the router does.
+// panicking observer), Info for a retry in place and a double installation, Debug for a duplicate. Errors that
+// are returned are not logged: the router does. What is processed is told to observers only.
 func WithLogger(l watermill.LoggerAdapter) Option {
 	return optionFunc(func(c *config) { c.logger = l })
 }

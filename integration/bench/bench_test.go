@@ -3,25 +3,56 @@
 package bench
 
 import (
-	"bytes"
 	"context"
 	"fmt"
+	"net"
+	"os"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
 	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
-	"github.com/jackc/pgx/v5/stdlib"
 	"github.com/stretchr/testify/require"
 
 	"github.com/watermill-idempotency/idempotency"
 	"github.com/watermill-idempotency/idempotency/internal/pgtest"
-	"github.com/watermill-idempotency/idempotency/outbox"
 	"github.com/watermill-idempotency/idempotency/postgres"
 )
+
+// TestMain prints the machine and the settings that the figures depend on, as benchstat reads them.
+func TestMain(m *testing.M) {
+	fmt.Printf("cores: %d\n", runtime.NumCPU())
+	if url := os.Getenv(pgtest.URLVariable); url != "" {
+		if err := printSettings(url); err != nil {
+			fmt.Fprintln(os.Stderr, "bench: read the settings of the server:", err)
+			os.Exit(1)
+		}
+	}
+	os.Exit(m.Run())
+}
+
+func printSettings(url string) error {
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	conn, err := pgx.Connect(ctx, url)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = conn.Close(ctx) }()
+	for _, name := range []string{"server_version", "fsync", "synchronous_commit", "shared_buffers", "max_wal_size"} {
+		var value string
+		if err := conn.QueryRow(ctx, "select current_setting($1)", name).Scan(&value); err != nil {
+			return err
+		}
+		fmt.Printf("postgresql-%s: %s\n", name, value)
+	}
+	return nil
+}
 
 // fixture is a schema with the store's tables and the table that the handler writes to.
 type fixture struct {
@@ -32,14 +63,20 @@ type fixture struct {
 	claim  string
 }
 
-func setup(b *testing.B, conns int) *fixture {
+func setup(b *testing.B, conns int, opts ...postgres.Option) *fixture {
+	b.Helper()
+	return setupAt(b, pgtest.Config(b, int32(conns)), opts...)
+}
+
+func setupAt(b *testing.B, config *pgxpool.Config, opts ...postgres.Option) *fixture {
 	b.Helper()
 	ctx := b.Context()
 	schema := pgtest.Schema(b)
-	f := &fixture{schema: schema, pool: pgtest.Pool(b, int32(conns))}
-	require.NoError(b, postgres.Migrate(ctx, f.pool, postgres.WithSchema(schema)))
+	f := &fixture{schema: schema, pool: pgtest.Open(b, config)}
+	opts = append(opts, postgres.WithSchema(schema))
+	require.NoError(b, postgres.Migrate(ctx, f.pool, opts...))
 	var err error
-	f.store, err = postgres.New(ctx, f.pool, postgres.WithSchema(schema))
+	f.store, err = postgres.New(ctx, f.pool, opts...)
 	require.NoError(b, err)
 	_, err = f.pool.Exec(ctx, "create table "+schema+".shipping_label (order_id text primary key)")
 	require.NoError(b, err)
@@ -54,37 +91,34 @@ func (f *fixture) createLabel(ctx context.Context, tx pgx.Tx, eventID string) er
 	return err
 }
 
-func (f *fixture) middleware(b *testing.B) *idempotency.Middleware {
-	b.Helper()
-	m, err := idempotency.New(f.store, idempotency.WithSubscriberID("shipping"), idempotency.WithLogger(watermill.NopLogger{}))
-	require.NoError(b, err)
-	return m
+// plain is the handler in a transaction, as it is without any claim.
+func (f *fixture) plain(ctx context.Context, eventID string) error {
+	return pgx.BeginFunc(ctx, f.pool, func(tx pgx.Tx) error { return f.createLabel(ctx, tx, eventID) })
 }
 
-// run processes b.N events on n goroutines.
-func run(b *testing.B, n int, process func(eventID string) error) {
+// byHand is what one writes without the middleware.
+func (f *fixture) byHand(ctx context.Context, eventID string) error {
+	return pgx.BeginFunc(ctx, f.pool, func(tx pgx.Tx) error {
+		tag, err := tx.Exec(ctx, f.claim, "shipping", eventID)
+		if err != nil || tag.RowsAffected() == 0 {
+			return err
+		}
+		return f.createLabel(ctx, tx, eventID)
+	})
+}
+
+func (f *fixture) handler() message.HandlerFunc {
+	return idempotency.Handler(func(ctx context.Context, tx pgx.Tx, msg *message.Message) ([]*message.Message, error) {
+		return nil, f.createLabel(ctx, tx, msg.UUID)
+	})
+}
+
+func newMiddleware(b *testing.B, store idempotency.Store, opts ...idempotency.Option) *idempotency.Middleware {
 	b.Helper()
-	b.ReportAllocs()
-	b.ResetTimer()
-	var next atomic.Int64
-	var workers sync.WaitGroup
-	for range n {
-		workers.Go(func() {
-			for {
-				i := next.Add(1)
-				if i > int64(b.N) {
-					return
-				}
-				if err := process(fmt.Sprintf("event-%012d", i)); err != nil {
-					b.Error(err)
-					return
-				}
-			}
-		})
-	}
-	workers.Wait()
-	b.StopTimer()
-	b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "msg/s")
+	opts = append(opts, idempotency.WithSubscriberID("shipping"), idempotency.WithLogger(watermill.NopLogger{}))
+	m, err := idempotency.New(store, opts...)
+	require.NoError(b, err)
+	return m
 }
 
 func newMessage(eventID string) *message.Message {
@@ -93,110 +127,84 @@ func newMessage(eventID string) *message.Message {
 	return msg
 }
 
-// BenchmarkNew is a new event whose handler runs one statement.
-func BenchmarkNew(b *testing.B) {
-	for _, conns := range []int{1, 8, 32} {
-		b.Run(fmt.Sprintf("conns=%d/impl=plain", conns), func(b *testing.B) {
-			f := setup(b, conns)
-			run(b, conns, func(eventID string) error {
-				return pgx.BeginFunc(b.Context(), f.pool, func(tx pgx.Tx) error { return f.createLabel(b.Context(), tx, eventID) })
-			})
-		})
-		b.Run(fmt.Sprintf("conns=%d/impl=handwritten", conns), func(b *testing.B) {
-			f := setup(b, conns)
-			run(b, conns, func(eventID string) error {
-				return pgx.BeginFunc(b.Context(), f.pool, func(tx pgx.Tx) error {
-					tag, err := tx.Exec(b.Context(), f.claim, "shipping", eventID)
-					if err != nil || tag.RowsAffected() == 0 {
-						return err
-					}
-					return f.createLabel(b.Context(), tx, eventID)
-				})
-			})
-		})
-		b.Run(fmt.Sprintf("conns=%d/impl=middleware", conns), func(b *testing.B) {
-			f := setup(b, conns)
-			handle := f.middleware(b).Middleware(idempotency.Handler(func(ctx context.Context, tx pgx.Tx, msg *message.Message) ([]*message.Message, error) {
-				return nil, f.createLabel(ctx, tx, msg.UUID)
-			}))
-			run(b, conns, func(eventID string) error {
-				_, err := handle(newMessage(eventID))
-				return err
-			})
-		})
+// deliver makes a message of an event, as a subscriber does, and gives it to the handler.
+func deliver(handle message.HandlerFunc) func(eventID string) error {
+	return func(eventID string) error {
+		_, err := handle(newMessage(eventID))
+		return err
 	}
 }
 
-// BenchmarkProduced is a new event whose handler runs one statement and returns one message of 1 KiB, or none.
-func BenchmarkProduced(b *testing.B) {
-	const conns = 8
-	payload := bytes.Repeat([]byte("x"), 1024)
-	for _, impl := range []string{"none", "replay", "outbox"} {
-		b.Run("impl="+impl, func(b *testing.B) {
-			f := setup(b, conns)
-			var pub *outbox.Publisher
-			if impl == "outbox" {
-				db := stdlib.OpenDBFromPool(f.pool)
-				b.Cleanup(func() { require.NoError(b, db.Close()) })
-				schema := outbox.WithSchema(f.schema)
-				require.NoError(b, outbox.Migrate(b.Context(), db, schema))
-				var err error
-				pub, err = outbox.New(b.Context(), db, schema)
-				require.NoError(b, err)
+// run processes b.N events on n goroutines, after each connection has prepared its statements.
+func run(b *testing.B, n int, process func(eventID string) error) {
+	b.Helper()
+	b.ReportAllocs()
+	if err := each(n, 2*n, func(i int) error { return process(fmt.Sprintf("warm-%d", i)) }); err != nil {
+		b.Fatal(err)
+	}
+	b.ResetTimer()
+	if err := each(n, b.N, func(i int) error { return process(fmt.Sprintf("event-%012d", i)) }); err != nil {
+		b.Fatal(err)
+	}
+	b.StopTimer()
+	b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "msg/s")
+}
+
+// each calls do for 0 to count-1 on n goroutines, and returns an error of the first that fails.
+func each(n, count int, do func(i int) error) error {
+	var next atomic.Int64
+	var failed atomic.Pointer[error]
+	var workers sync.WaitGroup
+	for range n {
+		workers.Go(func() {
+			for failed.Load() == nil {
+				i := int(next.Add(1)) - 1
+				if i >= count {
+					return
+				}
+				if err := do(i); err != nil {
+					failed.CompareAndSwap(nil, &err)
+				}
 			}
-			m := f.middleware(b)
-			handle := m.Middleware(idempotency.Handler(func(ctx context.Context, tx pgx.Tx, msg *message.Message) ([]*message.Message, error) {
-				if err := f.createLabel(ctx, tx, msg.UUID); err != nil || impl == "none" {
-					return nil, err
-				}
-				produced := message.NewMessage(msg.UUID, payload)
-				if pub == nil {
-					return []*message.Message{produced}, nil
-				}
-				produced.SetContext(ctx)                    // as idempotency.Outbox does, under a router
-				return nil, pub.Publish("labels", produced) //nolint:contextcheck // it is in the message
-			}))
-			run(b, conns, func(eventID string) error {
-				msg := newMessage(eventID)
-				_, err := handle(msg)
-				msg.Ack() // so that the removal of what was stored is part of the cost
-				return err
-			})
-			require.NoError(b, m.Flush(b.Context()))
 		})
 	}
+	workers.Wait()
+	if err := failed.Load(); err != nil {
+		return *err
+	}
+	return nil
 }
 
-// BenchmarkDuplicate is an event that has been processed before.
-func BenchmarkDuplicate(b *testing.B) {
-	const conns = 8
-	b.Run("impl=handwritten", func(b *testing.B) {
-		f := setup(b, conns)
-		_, err := f.pool.Exec(b.Context(), f.claim, "shipping", "same")
-		require.NoError(b, err)
-		run(b, conns, func(string) error {
-			return pgx.BeginFunc(b.Context(), f.pool, func(tx pgx.Tx) error {
-				tag, err := tx.Exec(b.Context(), f.claim, "shipping", "same")
-				if err == nil && tag.RowsAffected() != 0 {
-					return fmt.Errorf("claimed again")
-				}
-				return err
-			})
-		})
-	})
-	b.Run("impl=middleware", func(b *testing.B) {
-		f := setup(b, conns)
-		calls := 0
-		handle := f.middleware(b).Middleware(func(*message.Message) ([]*message.Message, error) {
-			calls++
-			return nil, nil
-		})
-		_, err := handle(newMessage("same"))
-		require.NoError(b, err)
-		run(b, conns, func(string) error {
-			_, err := handle(newMessage("same"))
-			return err
-		})
-		require.Equal(b, 1, calls)
-	})
+// distant makes each round trip of a connection longer: the server hears later what the client has written.
+type distant struct {
+	net.Conn
+	by      time.Duration
+	hasRead bool
+}
+
+func (c *distant) Write(data []byte) (int, error) {
+	if c.hasRead { // a round trip begins with the first write after a read
+		c.hasRead = false
+		time.Sleep(c.by)
+	}
+	return c.Conn.Write(data)
+}
+
+func (c *distant) Read(data []byte) (int, error) {
+	n, err := c.Conn.Read(data)
+	c.hasRead = c.hasRead || n > 0
+	return n, err
+}
+
+// at returns a configuration for connections to a server that is further away.
+func at(b *testing.B, conns int, distance time.Duration) *pgxpool.Config {
+	b.Helper()
+	config := pgtest.Config(b, int32(conns))
+	if distance > 0 {
+		config.ConnConfig.DialFunc = func(ctx context.Context, network, addr string) (net.Conn, error) {
+			conn, err := (&net.Dialer{}).DialContext(ctx, network, addr)
+			return &distant{Conn: conn, by: distance}, err
+		}
+	}
+	return config
 }
