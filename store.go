@@ -83,8 +83,9 @@ type Tx interface {
 	// Commit stores produced, which is empty for most handlers, and commits. It returns nil only if the claim, what the
 	// handler wrote and produced are durable. If they are known to be gone, the error is one for which
 	// errors.Is(err, ErrRolledBack) is true; after any other error the outcome is unknown. If the handler has ended the
-	// transaction by itself, errors.Is(err, ErrTxEnded) is true. Whatever is returned, the transaction is over and its
-	// connection is given back.
+	// transaction by itself, errors.Is(err, ErrTxEnded) is true; if it has committed the claim, produced is stored all the
+	// same, because the redelivery is a duplicate. Whatever is returned, the transaction is over and its connection is given
+	// back.
 	Commit(ctx context.Context, produced []*message.Message) error
 
 	// Rollback undoes the claim and what the handler wrote, and gives the connection back. It does nothing after Commit

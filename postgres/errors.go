@@ -22,6 +22,7 @@ var (
 	errClosed   = errors.New("the connection was lost, or closed by a context that ended during a statement of the handler")
 	errBusy     = errors.New("rows or a batch are still open: close what Query, SendBatch or CopyFrom returned before the handler returns")
 	errAborted  = errors.New("a statement failed, and the handler went on: return its error, or run it in a savepoint (tx.Begin)")
+	errNotKept  = errors.New("what it returned could not be stored, and is lost if the handler has committed")
 	errHandler  = errors.New("it is the middleware's to end: return an error to roll back, nil to commit; tx.Begin gives a savepoint that you may end")
 )
 

@@ -27,7 +27,7 @@ type Store struct {
 var _ idempotency.Store = (*Store)(nil)
 
 type statements struct {
-	begin, claim, record, produced, produce, acked string
+	begin, claim, record, produced, produce, held, acked string
 }
 
 const (
@@ -87,6 +87,7 @@ func New(ctx context.Context, pool *pgxpool.Pool, opts ...Option) (*Store, error
 			produce: "insert into " + t.Produced + " (subscriber_id, event_id, position, uuid, metadata, payload)" +
 				" select $1, $2, m.position, m.uuid, m.metadata, m.payload" +
 				" from rows from (pg_catalog.unnest($3::text[]), pg_catalog.unnest($4::bytea[]), pg_catalog.unnest($5::bytea[])) with ordinality m (uuid, metadata, payload, position)",
+			held: "select exists (select from " + t.Claim + " where subscriber_id = $1 and event_id = $2 and xmin = $3::pg_catalog.text::pg_catalog.xid8::pg_catalog.xid)",
 			// Without "for update", which would need the privilege to update. The rows are met in physical order, so that
 			// two instances do not wait for each other.
 			acked: "delete from " + t.Produced + " where ctid = any (array(select p.ctid from " + t.Produced + " p" +
@@ -102,7 +103,7 @@ func (s *Store) Claim(ctx context.Context, c idempotency.Claim) (idempotency.Tx,
 	if err != nil {
 		return nil, nil, fmt.Errorf("postgres: claim: %w", err)
 	}
-	t := &tx{conn: conn, claim: c.Key, sql: &s.sql, begun: conn.SendBatch(ctx, s.nothing)}
+	t := &tx{conn: conn, claim: c.Key, pool: s.pool, sql: &s.sql, begun: conn.SendBatch(ctx, s.nothing)}
 	claimed, err := t.begin(ctx, c)
 	if err != nil {
 		if isOfSession(err) {

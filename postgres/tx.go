@@ -21,6 +21,7 @@ type tx struct {
 	begun pgx.BatchResults
 	claim idempotency.Key
 	mark  string // tells the transaction from others of the session
+	pool  *pgxpool.Pool
 	sql   *statements
 }
 
@@ -50,10 +51,10 @@ func (t *tx) Commit(ctx context.Context, produced []*message.Message) error {
 	}
 	defer func() { _ = t.end(ctx) }()
 	if err := t.check(); err != nil {
-		return fmt.Errorf("postgres: commit: %w", err)
+		return fmt.Errorf("postgres: commit: %w", t.keep(ctx, produced, err))
 	}
 	if err := t.commit(ctx, produced); err != nil {
-		return fmt.Errorf("postgres: commit: %w", t.commitError(err))
+		return fmt.Errorf("postgres: commit: %w", t.keep(ctx, produced, t.commitError(err)))
 	}
 	return nil
 }
@@ -129,6 +130,30 @@ func (t *tx) commitError(err error) error {
 		return fmt.Errorf("%w: %w", idempotency.ErrRolledBack, err)
 	}
 	return err
+}
+
+// keep looks whether a handler that has ended the transaction has committed the claim. Then the redelivery is a duplicate,
+// and finds what the handler returned only if it is stored now.
+func (t *tx) keep(ctx context.Context, produced []*message.Message, ended error) error {
+	if len(produced) == 0 || !errors.Is(ended, idempotency.ErrTxEnded) {
+		return ended
+	}
+	_ = t.end(ctx)
+	err := pgx.BeginFunc(ctx, t.pool, func(own pgx.Tx) error {
+		var held bool
+		if err := own.QueryRow(ctx, t.sql.held, t.claim.SubscriberID, t.claim.EventID, t.mark).Scan(&held); err != nil || !held {
+			return err
+		}
+		batch := &pgx.Batch{}
+		if err := t.produce(batch, produced); err != nil {
+			return err
+		}
+		return own.SendBatch(ctx, batch).Close()
+	})
+	if err != nil {
+		return fmt.Errorf("%w; %w: %w", ended, errNotKept, err)
+	}
+	return ended
 }
 
 // Rollback implements [idempotency.Tx].

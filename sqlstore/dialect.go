@@ -44,6 +44,7 @@ type statements struct {
 	claim   string // and topic, fingerprint: one row if it is new
 	bounded string // the same for a bounded claim, if that is another one
 	record  string // one row for each produced message, one with nulls if there is none, none if there is no claim
+	held    string // and the mark: whether the transaction that left it has committed the claim
 	produce bulk   // and position, uuid, metadata, payload
 	acked   bulk
 	operatorStatements

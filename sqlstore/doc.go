@@ -7,8 +7,8 @@
 //
 // Handlers get a [*sql.Tx]. Commit and Rollback are the middleware's: a [*sql.Tx] cannot refuse them, so they are found
 // at the commit, as is the text of COMMIT and ROLLBACK, and the message is not acked ([idempotency.ErrTxEnded]). What the
-// handler committed by itself stays, together with the claim, and the messages that it returned are lost: its mistake must
-// not leave the tests. Savepoints are the handler's to use.
+// handler committed by itself stays, together with the claim; the messages that it returned are stored then, and published
+// with the redelivery. Savepoints are the handler's to use.
 //
 // # Pool size
 //

@@ -25,6 +25,7 @@ var (
 	errUnmarked = errors.New("the handler executed COMMIT or ROLLBACK, or swallowed the error of a statement that rolls back")
 	errAborted  = errors.New("a statement failed, and the handler went on: return its error, or run it in a savepoint")
 	errBusy     = errors.New("rows are still open: close what Query returned before the handler returns")
+	errNotKept  = errors.New("what it returned could not be stored, and is lost if the handler has committed")
 	errHandler  = errors.New("it is the middleware's to end: return an error to roll back, nil to commit; a savepoint is yours to end")
 )
 

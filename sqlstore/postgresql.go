@@ -70,6 +70,7 @@ func (postgreSQL) open(ctx context.Context, db *sql.DB, c *config) (statements, 
 		record: "select c.claimed_at, c.topic, c.fingerprint, p.uuid, p.metadata, p.payload from " + t.Claim + " c" +
 			" left join " + t.Produced + " p on p.subscriber_id = c.subscriber_id and p.event_id = c.event_id" +
 			" where c.subscriber_id = $1 and c.event_id = $2 order by p.position",
+		held: "select exists (select from " + t.Claim + " where subscriber_id = $1 and event_id = $2 and xmin = $3::pg_catalog.text::pg_catalog.xid8::pg_catalog.xid)",
 		produce: bulk{
 			head:    "insert into " + t.Produced + " (subscriber_id, event_id, position, uuid, metadata, payload) values ",
 			columns: 6, placeholder: placeholder,

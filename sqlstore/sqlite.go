@@ -72,10 +72,12 @@ func (d sqlite) open(ctx context.Context, db *sql.DB, c *config) (statements, er
 	placeholder := func(n int) string { return "?" + strconv.Itoa(n) }
 	return statements{
 		claim: "insert into " + claim + " (subscriber_id, event_id, topic, fingerprint) values (?1, ?2, ?3, ?4)" +
-			" on conflict do nothing returning 1",
+			" on conflict do nothing returning claimed_at",
 		record: "select c.claimed_at, c.topic, c.fingerprint, p.uuid, p.metadata, p.payload from " + claim + " c" +
 			" left join " + produced + " p on p.subscriber_id = c.subscriber_id and p.event_id = c.event_id" +
 			" where c.subscriber_id = ?1 and c.event_id = ?2 order by p.position",
+		// A claim of another delivery, after a ROLLBACK of the handler, has a later time.
+		held: "select exists (select 1 from " + claim + " where subscriber_id = ?1 and event_id = ?2 and claimed_at = ?3)",
 		produce: bulk{
 			head:    "insert into " + produced + " (subscriber_id, event_id, position, uuid, metadata, payload) values ",
 			columns: 6, placeholder: placeholder,
@@ -150,8 +152,7 @@ func (sqlite) insert(ctx context.Context, t *tx, c idempotency.Claim) (claimed b
 	if err := t.begin(ctx); err != nil {
 		return false, err
 	}
-	var one int
-	err = t.tx.QueryRowContext(ctx, t.store.sql.claim, c.SubscriberID, c.EventID, c.Topic, nullable(c.Fingerprint)).Scan(&one)
+	err = t.tx.QueryRowContext(ctx, t.store.sql.claim, c.SubscriberID, c.EventID, c.Topic, nullable(c.Fingerprint)).Scan(&t.mark)
 	if errors.Is(err, sql.ErrNoRows) {
 		return false, nil
 	}

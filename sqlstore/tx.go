@@ -53,11 +53,15 @@ func (t *tx) Commit(ctx context.Context, produced []*message.Message) error {
 	// Before anything is written: after a ROLLBACK of the handler, it would be committed by itself.
 	if err := t.store.dialect.guard(ctx, t); err != nil {
 		if errors.Is(err, errUnmarked) || errors.Is(err, sql.ErrTxDone) {
-			return fmt.Errorf("sqlstore: commit: %w: %w: %w", idempotency.ErrTxEnded, err, errHandler)
+			err = fmt.Errorf("sqlstore: commit: %w: %w: %w", idempotency.ErrTxEnded, err, errHandler)
+			if keepErr := t.keep(ctx, produced); keepErr != nil {
+				err = fmt.Errorf("%w; %w: %w", err, errNotKept, keepErr)
+			}
+			return err
 		}
 		return fmt.Errorf("sqlstore: commit: %w: %w", idempotency.ErrRolledBack, because(ctx, err))
 	}
-	if err := t.produce(ctx, produced); err != nil {
+	if err := t.produce(ctx, t.tx, produced); err != nil {
 		return fmt.Errorf("sqlstore: store produced messages: %w: %w", idempotency.ErrRolledBack, because(ctx, err))
 	}
 	// Commit takes no context, but drivers end it with the one of the beginning.
@@ -73,7 +77,32 @@ func (t *tx) Commit(ctx context.Context, produced []*message.Message) error {
 	return fmt.Errorf("sqlstore: commit: %w", because(ctx, err))
 }
 
-func (t *tx) produce(ctx context.Context, produced []*message.Message) error {
+// keep looks whether a handler that has ended the transaction has committed the claim. Then the redelivery is a duplicate,
+// and finds what the handler returned only if it is stored now.
+func (t *tx) keep(ctx context.Context, produced []*message.Message) error {
+	_ = t.end(ctx)
+	if len(produced) == 0 {
+		return nil
+	}
+	return whileBusy(ctx, func() error {
+		own, err := t.store.db.BeginTx(ctx, nil)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = own.Rollback() }()
+		var held bool
+		err = own.QueryRowContext(ctx, t.store.sql.held, t.claim.SubscriberID, t.claim.EventID, t.mark).Scan(&held)
+		if err != nil || !held {
+			return err
+		}
+		if err := t.produce(ctx, own, produced); err != nil {
+			return err
+		}
+		return own.Commit()
+	})
+}
+
+func (t *tx) produce(ctx context.Context, in *sql.Tx, produced []*message.Message) error {
 	var args []any
 	rows, size := 0, 0
 	for i, msg := range produced {
@@ -88,7 +117,7 @@ func (t *tx) produce(ctx context.Context, produced []*message.Message) error {
 		if rows < bulkRows && size < bulkBytes && i < len(produced)-1 {
 			continue
 		}
-		if _, err := t.tx.ExecContext(ctx, t.store.sql.produce.text(rows), args...); err != nil {
+		if _, err := in.ExecContext(ctx, t.store.sql.produce.text(rows), args...); err != nil {
 			return err
 		}
 		args, rows, size = nil, 0, 0

@@ -5,6 +5,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/ThreeDotsLabs/watermill/message"
 	"github.com/stretchr/testify/require"
 
 	"github.com/watermill-idempotency/idempotency"
@@ -92,6 +93,18 @@ func testEndedByHand(t *testing.T, s *suite) {
 			tx := s.mustBeNew(t, claimOf(how))
 			require.NoError(t, end(bounded(t), tx.Raw()))
 			require.ErrorIs(t, tx.Commit(bounded(t), nil), idempotency.ErrTxEnded, "the message must not be acked: perhaps nothing is committed")
+
+			tx = s.mustBeNew(t, claimOf(how+", with produced"))
+			require.NoError(t, end(bounded(t), tx.Raw()))
+			require.ErrorIs(t, tx.Commit(bounded(t), []*message.Message{newMessage("1", nil, nil)}), idempotency.ErrTxEnded)
+			again, record, err := s.claimFree(bounded(t), claimOf(how+", with produced"))
+			require.NoError(t, err)
+			if record != nil {
+				require.Len(t, record.Produced, 1, "the handler has committed the claim: the redelivery must find what was produced")
+			} else {
+				require.NoError(t, again.Commit(bounded(t), nil))
+				require.Empty(t, s.mustBeDuplicate(t, claimOf(how+", with produced")).Produced, "what a failed attempt has produced")
+			}
 
 			tx = s.mustBeNew(t, claimOf(how+", then rolled back"))
 			require.NoError(t, end(bounded(t), tx.Raw()))
