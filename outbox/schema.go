@@ -20,8 +20,6 @@ const (
 
 	// migrationLock is the key of the advisory lock that lets one instance migrate at a time.
 	migrationLock = 0x6f7574626f78 // "outbox"
-
-	insufficientPrivilege = "42501"
 )
 
 // tables are the quoted and qualified names of the tables of a watermill-sql topic.
@@ -232,7 +230,7 @@ func checkTable(ctx context.Context, db *sql.DB, table, privileges, columns stri
 	switch {
 	case errors.Is(err, sql.ErrNoRows):
 		return fmt.Errorf("%w: %s does not exist: call Migrate with the same options", idempotency.ErrSchema, table)
-	case err != nil && sqlstate.Of(err) != insufficientPrivilege:
+	case err != nil && sqlstate.Of(err) != sqlstate.InsufficientPrivilege:
 		return err
 	case err != nil || !privileged:
 		return fmt.Errorf("%w: the role needs usage on the schema of %s, %s on the table, and to insert usage on its sequence", idempotency.ErrPrivilege, table, privileges)

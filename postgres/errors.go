@@ -58,16 +58,6 @@ func claimError(err error, inFlight idempotency.InFlight) error {
 	return err
 }
 
-// isOfSession tells whether a claim failed because of what its session is: one that a handler left read-only or in another
-// role (SET ROLE), or one with a primary that has become a standby. On the same connection, every later claim would fail too.
-func isOfSession(err error) bool {
-	code := sqlstate.Of(err)
-	return code == sqlstate.ReadOnly || code == insufficientPrivilege
-}
-
-// insufficientPrivilege is the SQLSTATE of a missing privilege.
-const insufficientPrivilege = "42501"
-
 // isKnownRollback tells whether an error of COMMIT says for sure that nothing is committed: the server has answered with an
 // error and goes on, or nothing was sent. After FATAL the session is gone, and the commit may have come first.
 func isKnownRollback(err error) bool {

@@ -27,11 +27,13 @@ func TestTrap28_NewFindsWhatWouldLoseMessages(t *testing.T) {
 		"no produced table":  {change: "drop table {schema}.idempotency_produced_message", want: idempotency.ErrSchema, says: "call Migrate"},
 		"no primary key":     {change: "alter table {schema}.idempotency_claim drop constraint idempotency_claim_pkey", want: idempotency.ErrSchema, says: "primary key"},
 		"other primary key":  {change: "alter table {schema}.idempotency_claim drop constraint idempotency_claim_pkey, add primary key (subscriber_id, event_id, topic)", want: idempotency.ErrSchema, says: "primary key"},
+		"deferrable key":     {change: "alter table {schema}.idempotency_claim drop constraint idempotency_claim_pkey, add primary key (subscriber_id, event_id) deferrable", want: idempotency.ErrSchema, says: "is deferrable"},
 		"other collation":    {change: `alter table {schema}.idempotency_claim alter event_id type text collate "und-x-icu"`, want: idempotency.ErrSchema, says: "collations"},
 		"column missing":     {change: "alter table {schema}.idempotency_claim drop column fingerprint", want: idempotency.ErrSchema, says: `no column "fingerprint"`},
 		"unlogged":           {change: "alter table {schema}.idempotency_claim set unlogged", want: idempotency.ErrNotDurable, says: "set logged"},
 		"synchronous_commit": {settings: map[string]string{"synchronous_commit": "off"}, want: idempotency.ErrNotDurable, says: "synchronous_commit is off"},
 		"read-only":          {settings: map[string]string{"default_transaction_read_only": "on"}, want: idempotency.ErrReadOnly, says: "default_transaction_read_only"},
+		"no usage":           {settings: map[string]string{"role": "pg_monitor"}, want: idempotency.ErrPrivilege, says: "needs usage on the schema"},
 		"no privilege":       {settings: map[string]string{"role": "pg_monitor"}, change: "grant usage on schema {schema} to pg_monitor", want: idempotency.ErrPrivilege, says: "needs insert, select on"},
 	} {
 		t.Run(name, func(t *testing.T) {

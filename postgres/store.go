@@ -13,6 +13,7 @@ import (
 	"github.com/watermill-idempotency/idempotency"
 	"github.com/watermill-idempotency/idempotency/internal/metadata"
 	"github.com/watermill-idempotency/idempotency/internal/pgschema"
+	"github.com/watermill-idempotency/idempotency/internal/sqlstate"
 )
 
 // Store is an [idempotency.Store] on PostgreSQL. Handlers get a [pgx.Tx]. It is safe for concurrent use.
@@ -106,7 +107,7 @@ func (s *Store) Claim(ctx context.Context, c idempotency.Claim) (idempotency.Tx,
 	t := &tx{conn: conn, claim: c.Key, pool: s.pool, sql: &s.sql, begun: conn.SendBatch(ctx, s.nothing)}
 	claimed, err := t.begin(ctx, c)
 	if err != nil {
-		if isOfSession(err) {
+		if sqlstate.IsOfSession(err) {
 			_ = conn.Conn().Close(ctx) // the next claim gets a session that nobody has changed
 		}
 		_ = t.end(ctx)

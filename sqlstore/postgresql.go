@@ -25,10 +25,16 @@ func (postgreSQL) String() string { return "PostgreSQL" }
 
 // claimMark is the number of the transaction: it tells, also after ROLLBACK AND CHAIN, whether the one that is committed
 // is the one that holds the claim.
+//
+// A handler that switches synchronous_commit off, for itself or for what comes after it on the connection, would have
+// messages acked that a crash of the server takes back. It is on again for the commit.
 const (
 	claimMark = "pg_catalog.pg_current_xact_id()::pg_catalog.text"
-	findMark  = "select pg_catalog.pg_current_xact_id_if_assigned()::pg_catalog.text"
+	findMark  = "select pg_catalog.pg_current_xact_id_if_assigned()::pg_catalog.text," +
+		" case when pg_catalog.current_setting('synchronous_commit') = 'off' then pg_catalog.set_config('synchronous_commit', 'on', true) end"
 )
+
+const onConflict = " on conflict (subscriber_id, event_id) do nothing returning " + claimMark
 
 func (postgreSQL) validate(c *config) []error {
 	errs := names(c).Validate()
@@ -60,13 +66,13 @@ func (postgreSQL) open(ctx context.Context, db *sql.DB, c *config) (statements, 
 	placeholder := func(n int) string { return "$" + strconv.Itoa(n) }
 	return statements{
 		claim: "insert into " + t.Claim + " (subscriber_id, event_id, topic, fingerprint) values ($1, $2, $3, $4)" +
-			" on conflict do nothing returning " + claimMark,
+			onConflict,
 		// The lock timeout is set before the row is inserted, and what the session had is put back for the handler.
 		bounded: "with bound as materialized (select pg_catalog.current_setting('lock_timeout') as unbound," +
 			" pg_catalog.set_config('lock_timeout', $5, true) as bound)" +
 			" insert into " + t.Claim + " (subscriber_id, event_id, topic, fingerprint)" +
 			" select $1::pg_catalog.text, $2::pg_catalog.text, $3::pg_catalog.text, $4::pg_catalog.bytea from bound" +
-			" on conflict do nothing returning " + claimMark + ", pg_catalog.set_config('lock_timeout', (select unbound from bound), true)",
+			onConflict + ", pg_catalog.set_config('lock_timeout', (select unbound from bound), true)",
 		record: "select c.claimed_at, c.topic, c.fingerprint, p.uuid, p.metadata, p.payload from " + t.Claim + " c" +
 			" left join " + t.Produced + " p on p.subscriber_id = c.subscriber_id and p.event_id = c.event_id" +
 			" where c.subscriber_id = $1 and c.event_id = $2 order by p.position",
@@ -113,6 +119,8 @@ func (postgreSQL) claim(ctx context.Context, t *tx, c idempotency.Claim) (claime
 		return true, nil
 	case errors.Is(err, sql.ErrNoRows):
 		return false, nil
+	case sqlstate.IsOfSession(err):
+		t.discard(ctx) // the next claim gets a session that nobody has changed
 	case bounded && sqlstate.Of(err) == sqlstate.LockNotAvailable:
 		return false, fmt.Errorf("%w after %v: %w", idempotency.ErrInFlight, limit, err)
 	}
@@ -128,8 +136,8 @@ func nullable(b []byte) any {
 }
 
 func (postgreSQL) guard(ctx context.Context, t *tx) error {
-	var mark sql.NullString
-	err := t.tx.QueryRowContext(ctx, findMark).Scan(&mark)
+	var mark, on sql.NullString
+	err := t.tx.QueryRowContext(ctx, findMark).Scan(&mark, &on)
 	switch code := sqlstate.Of(err); {
 	case err == nil && mark.String == t.mark:
 		return nil

@@ -343,11 +343,50 @@ func TestTrap35_SessionStateOfAHandler(t *testing.T) {
 			tx, raw := b.claim(t, claimOf("1"))
 			require.NoError(t, execute(left)(t.Context(), raw))
 			require.NoError(t, tx.Commit(t.Context(), nil))
-			for _, eventID := range []string{"1", "2"} {
-				_, _, err := b.store.Claim(t.Context(), claimOf(eventID))
-				require.Error(t, err, "an error, and not a duplicate that was not looked for")
-			}
+			_, _, err := b.store.Claim(t.Context(), claimOf("1"))
+			require.Error(t, err, "an error, and not a duplicate that was not looked for")
+			_, record, err := b.store.Claim(t.Context(), claimOf("1"))
+			require.NoError(t, err, "the connection is not used again")
+			require.NotNil(t, record)
 		})
+	}
+}
+
+// A handler that gives up durability for itself, or leaves a session that has given it up, has its messages acked all the
+// same. A deferred trigger sees what is in force at COMMIT.
+func TestTrap35_SynchronousCommitIsOnAgain(t *testing.T) {
+	t.Parallel()
+	b := open(t, parse(t, pgtest.URLVariable), 1) // the same session each time
+	b.exec(t, `create table {schema}.seen (setting text);
+		create function {schema}.look() returns trigger language plpgsql as $$
+			begin insert into {schema}.seen values (current_setting('synchronous_commit')); return null; end $$;
+		create constraint trigger look after insert on {schema}.effect deferrable initially deferred for each row execute function {schema}.look()`)
+	for i, statement := range []string{"set local synchronous_commit = off", "set synchronous_commit = off", "select 1", "set synchronous_commit = local"} {
+		tx, raw := b.claim(t, claimOf(fmt.Sprint(i)))
+		require.NoError(t, execute(statement)(t.Context(), raw))
+		require.NoError(t, b.Write(t.Context(), raw, "label"))
+		require.NoError(t, tx.Commit(t.Context(), nil))
+	}
+	var seen string
+	require.NoError(t, b.db.QueryRowContext(t.Context(), "select string_agg(setting, ' ') from "+b.schema+".seen").Scan(&seen))
+	require.Equal(t, "on on on local", seen, "local survives a crash of the server")
+}
+
+// A unique index that somebody added says nothing about the event: an error, and no duplicate.
+func TestTrap04_AnotherUniqueIndexMakesNoDuplicate(t *testing.T) {
+	t.Parallel()
+	b := open(t, parse(t, pgtest.URLVariable), 1)
+	b.exec(t, "create unique index on {schema}.idempotency_claim (topic)")
+	tx, _ := b.claim(t, claimOf("1"))
+	require.NoError(t, tx.Commit(t.Context(), nil))
+	for _, policy := range []idempotency.InFlight{idempotency.Wait(), idempotency.WaitAtMost(time.Second)} {
+		c := claimOf("2")
+		c.InFlight = policy
+		_, record, err := b.store.Claim(t.Context(), c)
+		require.Nil(t, record)
+		var pgErr *pgconn.PgError
+		require.ErrorAs(t, err, &pgErr)
+		require.Equal(t, "23505", pgErr.Code)
 	}
 }
 

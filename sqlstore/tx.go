@@ -3,6 +3,7 @@ package sqlstore
 import (
 	"context"
 	"database/sql"
+	"database/sql/driver"
 	"errors"
 	"fmt"
 
@@ -141,6 +142,12 @@ func (t *tx) end(ctx context.Context) error {
 	conn := t.conn
 	t.conn = nil
 	return errors.Join(t.rollback(ctx), conn.Close())
+}
+
+// discard rolls back, and lets the pool close the connection.
+func (t *tx) discard(ctx context.Context) {
+	_ = t.rollback(ctx)
+	_ = t.conn.Raw(func(any) error { return driver.ErrBadConn })
 }
 
 // rollback leaves the connection ready for another begin.

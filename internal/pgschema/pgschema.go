@@ -12,6 +12,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/watermill-idempotency/idempotency"
+	"github.com/watermill-idempotency/idempotency/internal/sqlstate"
 )
 
 // DefaultPrefix is what the names of the tables begin with.
@@ -173,7 +174,7 @@ func CheckSession(ctx context.Context, db DB) error {
 
 func checkTable(ctx context.Context, db DB, table, key, privileges string, others ...string) error {
 	var persistence, columns, primaryKey, collations string
-	var privileged bool
+	var deferrable, privileged bool
 	err := db.QueryRow(ctx, `select c.relpersistence::text,
 		pg_catalog.array_to_string(array(select a.attname from pg_catalog.pg_attribute a
 			where a.attrelid = c.oid and a.attnum > 0 and not a.attisdropped), ','),
@@ -181,19 +182,24 @@ func checkTable(ctx context.Context, db DB, table, key, privileges string, other
 			cross join pg_catalog.unnest(i.indkey) with ordinality k (attnum, n)
 			join pg_catalog.pg_attribute a on a.attrelid = c.oid and a.attnum = k.attnum
 			where i.indrelid = c.oid and i.indisprimary and i.indisvalid order by k.n), ','),
+		exists (select from pg_catalog.pg_index i where i.indrelid = c.oid and i.indisprimary and not i.indimmediate),
 		pg_catalog.array_to_string(array(select distinct l.collname from pg_catalog.pg_attribute a
 			join pg_catalog.pg_collation l on l.oid = a.attcollation
 			where a.attrelid = c.oid and a.attname in ('subscriber_id', 'event_id')), ','),
 		(select pg_catalog.bool_and(pg_catalog.has_table_privilege(c.oid, p)) from pg_catalog.regexp_split_to_table($2, ', ') p)
 		from pg_catalog.pg_class c where c.oid = pg_catalog.to_regclass($1)`, []any{table, privileges},
-		&persistence, &columns, &primaryKey, &collations, &privileged)
+		&persistence, &columns, &primaryKey, &deferrable, &collations, &privileged)
 	switch {
 	case errors.Is(err, ErrNoRows):
 		return fmt.Errorf("%w: %s does not exist: call Migrate with the same options, or run its statements", idempotency.ErrSchema, table)
+	case sqlstate.Of(err) == sqlstate.InsufficientPrivilege:
+		return fmt.Errorf("%w: the role needs usage on the schema of %s, and %s on the table: %w", idempotency.ErrPrivilege, table, privileges, err)
 	case err != nil:
 		return err
 	case primaryKey != key:
 		return fmt.Errorf("%w: the primary key of %s is (%s), not (%s): without it duplicates are processed", idempotency.ErrSchema, table, primaryKey, key)
+	case deferrable:
+		return fmt.Errorf("%w: the primary key of %s is deferrable, which the claim cannot use: drop the constraint, and add it without deferrable", idempotency.ErrSchema, table)
 	case collations != "C":
 		return fmt.Errorf(`%w: subscriber_id and event_id of %s have the collations %s, not "C"`, idempotency.ErrSchema, table, collations)
 	case persistence != "p":

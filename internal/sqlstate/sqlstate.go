@@ -32,6 +32,13 @@ func Of(err error) string {
 	return ""
 }
 
+// IsOfSession tells whether a claim failed because of what its session is: one that a handler left read-only or in another
+// role (SET ROLE), or one with a primary that has become a standby. On the same connection, every later claim would fail too.
+func IsOfSession(err error) bool {
+	code := Of(err)
+	return code == ReadOnly || code == InsufficientPrivilege
+}
+
 // Classify tells what a code means for the message at hand.
 func Classify(code string) idempotency.Fault {
 	switch {
