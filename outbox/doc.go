@@ -47,7 +47,8 @@
 //
 // # Operation
 //
-// Forwarded messages stay until [Purge] deletes them. A message that the broker refuses for good holds up those behind it:
+// [ReadBacklog] tells how many messages wait, and since when: watch the age. Forwarded messages stay until [Purge] deletes
+// them. A message that the broker refuses for good holds up those behind it:
 // see [WithMiddleware]. After a dump and restore into another cluster, call [Migrate]; [NewForwarder] refuses to run before.
 // On a router of your own with a router-level idempotency middleware, Watermill's forwarder is left alone by default (see
 // idempotency.WithIgnoredHandlers).

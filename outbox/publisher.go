@@ -59,7 +59,7 @@ func New(ctx context.Context, db *sql.DB, opts ...PublisherOption) (*Publisher, 
 	}
 	return &Publisher{
 		db:             db,
-		insert:         "insert into " + t.messages + " (uuid, payload, metadata, transaction_id) values ",
+		insert:         "insert into " + t.messages + " (uuid, payload, metadata, created_at, transaction_id) values ",
 		ownTransaction: c.ownTransaction,
 	}, nil
 }
@@ -203,7 +203,7 @@ func (p *Publisher) store(ctx context.Context, exec execFunc, rows []*message.Me
 		size += len(row.Payload)
 		// The types are named because not every mode of pgx asks the server for them.
 		values.WriteString("($" + strconv.Itoa(len(args)-1) + "::pg_catalog.text, $" + strconv.Itoa(len(args)) +
-			"::pg_catalog.bytea, '{}', pg_catalog.pg_current_xact_id())")
+			"::pg_catalog.bytea, '{}', " + utcNow + ", pg_catalog.pg_current_xact_id())")
 		if i < len(rows)-1 && len(args) < 2*statementRows && size < statementBytes {
 			values.WriteString(", ")
 			continue

@@ -187,7 +187,7 @@ func (t tables) checkPublisher(ctx context.Context, db *sql.DB) error {
 	if err := pgschema.CheckSession(ctx, pgschema.SQL(db)); err != nil {
 		return err
 	}
-	return checkTable(ctx, db, t.messages, "insert", "uuid,payload,metadata,transaction_id,offset")
+	return checkTable(ctx, db, t.messages, "insert", "uuid,created_at,payload,metadata,transaction_id,offset")
 }
 
 // checkForwarder looks for what would keep a forwarder from its work, or make it miss messages.
@@ -195,7 +195,7 @@ func (t tables) checkForwarder(ctx context.Context, db *sql.DB) error {
 	if err := pgschema.CheckSession(ctx, pgschema.SQL(db)); err != nil {
 		return err
 	}
-	if err := checkTable(ctx, db, t.messages, "select", "uuid,payload,metadata,transaction_id,offset"); err != nil {
+	if err := checkTable(ctx, db, t.messages, "select", "uuid,created_at,payload,metadata,transaction_id,offset"); err != nil {
 		return err
 	}
 	if err := checkTable(ctx, db, t.offsets, "select,insert,update", "consumer_group,offset_acked,last_processed_transaction_id"); err != nil {
