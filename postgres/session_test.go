@@ -113,6 +113,7 @@ func TestTrap35_SessionStateOfAHandler(t *testing.T) {
 		"temporary table": "create temporary table idempotency_claim (subscriber_id text, event_id text, topic text, fingerprint bytea, primary key (subscriber_id, event_id))",
 		"functions":       "create function pg_temp.set_config(text, text, bool) returns text language sql as 'select null::text'; set search_path to pg_temp, pg_catalog",
 		"advisory lock":   "select pg_advisory_lock(hashtextextended(current_schema(), 0))",
+		"claim setting":   "set idempotency.claim to 'held'",
 		"lock timeout":    "set lock_timeout to 1",
 	} {
 		t.Run(name, func(t *testing.T) {
