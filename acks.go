@@ -5,6 +5,7 @@ import (
 	"errors"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
@@ -29,6 +30,7 @@ type ackQueue struct {
 	timeout time.Duration
 
 	sweeping sync.Mutex // held by the one sweep that runs
+	removals atomic.Int64
 
 	mu        sync.Mutex // guards what follows
 	pending   []pendingAck
@@ -97,6 +99,7 @@ func (q *ackQueue) sweep(ctx context.Context) error {
 				errs = append(errs, err)
 				break
 			}
+			q.removals.Add(1) // before it is forgotten, see claimEvent
 			q.forget(store, batch)
 		}
 	}

@@ -86,17 +86,31 @@ func (d *delivery) begin() {
 	d.event = Event{}
 }
 
-// duplicate hands out what the event has produced, as long as no ack has confirmed that it is published. It refuses other
-// content under the same ID.
+// claimEvent claims. The record of a duplicate shows what the event has produced, as long as no ack has confirmed that it
+// is published: an ack of this process may be ahead of the store. A record that was read while the background removed what
+// is acked may show what is neither stored nor remembered any more, so it is read again.
+func (d *delivery) claimEvent(ctx context.Context) (Tx, *Record, error) {
+	for again := false; ; again = true {
+		removals := d.m.acks.removals.Load()
+		tx, record, err := d.store.Claim(ctx, d.claim)
+		switch {
+		case record == nil || len(record.Produced) == 0:
+		case d.m.acks.acked(d.store, d.claim.Key):
+			record.Produced = nil
+		case !again && removals != d.m.acks.removals.Load():
+			continue
+		}
+		return tx, record, err
+	}
+}
+
+// duplicate hands out what the event has produced. It refuses other content under the same ID.
 func (d *delivery) duplicate(ctx context.Context, record *Record) ([]*message.Message, error) {
 	d.event.ClaimedAt, d.event.Age = record.ClaimedAt, max(0, time.Since(record.ClaimedAt))
 	if err := d.m.fingerprint.compare(d.claim.Fingerprint, record); err != nil {
 		return nil, d.fail(ctx, OpClaim, err)
 	}
 	produced := record.Produced
-	if len(produced) > 0 && d.m.acks.acked(d.store, d.claim.Key) {
-		produced = nil
-	}
 	d.event.EarlyAck = isClosed(d.msg.Acked())
 	d.published(ctx, Duplicate, produced, len(produced) > 0)
 	return produced, nil

@@ -27,6 +27,7 @@ var (
 type testStore struct {
 	*idempotencytest.MemStore
 	claim  func(ctx context.Context, c idempotency.Claim) error
+	read   func()       // after a claim, before it returns
 	commit func() error // before the commit: nothing is committed
 	acked  func(keys []idempotency.Key) error
 }
@@ -38,6 +39,9 @@ func (s *testStore) Claim(ctx context.Context, c idempotency.Claim) (idempotency
 		}
 	}
 	tx, record, err := s.MemStore.Claim(ctx, c)
+	if s.read != nil {
+		s.read()
+	}
 	if tx != nil {
 		tx = testTx{tx, s}
 	}

@@ -129,7 +129,7 @@ func (d *delivery) attempt(ctx context.Context, next message.HandlerFunc) ([]*me
 	}
 
 	// 3 BEGIN and the claim.
-	tx, record, err := d.store.Claim(ctx, d.claim)
+	tx, record, err := d.claimEvent(ctx)
 	d.event.Claim = lap()
 	if err != nil {
 		return nil, d.fail(ctx, OpClaim, err)

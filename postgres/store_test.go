@@ -70,8 +70,6 @@ func open(t *testing.T, config *pgxpool.Config, opts ...postgres.Option) backend
 				"commit and chain":    execute("commit and chain"),
 				"rollback, and begin": execute("rollback; begin"),
 				"commit, and begin":   execute("commit; begin"),
-				"mark by hand":        execute("rollback; begin; set local idempotency.claim = 'held'; select pg_current_xact_id()"),
-				"mark taken away":     execute("rollback; begin; reset all"),
 			},
 			Disconnect: func(ctx context.Context, tx any) error {
 				pid := tx.(pgx.Tx).Conn().PgConn().PID()

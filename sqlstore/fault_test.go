@@ -89,7 +89,7 @@ func TestTrap03_LostCommitIsDecidedByTheRedelivery(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			b, l := openOnLine(t, "commit")
+			b, l := openOnLine(t, "commit\x00")
 			calls := 0
 			handle := b.middleware(t, func(ctx context.Context, tx *sql.Tx) error {
 				calls++
@@ -139,7 +139,7 @@ func TestTrap11_ServerThatHangsIsNotWaitedForForEver(t *testing.T) {
 		require.ErrorIs(t, err, context.Canceled)
 		b.requireCommitted(t, 0, 0, 0)
 	})
-	for _, statement := range []string{"pg_current_xact_id_if_assigned", "commit", "rollback"} {
+	for _, statement := range []string{"pg_current_xact_id_if_assigned", "commit\x00", "rollback"} {
 		t.Run(statement, func(t *testing.T) {
 			t.Parallel()
 			b, l := openOnLine(t, statement)
@@ -160,7 +160,7 @@ func TestTrap11_ServerThatHangsIsNotWaitedForForEver(t *testing.T) {
 // Each time that something is sent is a round trip; the documentation tells how many.
 func TestRoundTrips(t *testing.T) {
 	t.Parallel()
-	b, l := openOnLine(t, "commit")
+	b, l := openOnLine(t, "commit\x00")
 	process := func(c idempotency.Claim, produced ...*message.Message) int32 {
 		before := l.sent.Load()
 		tx, record, err := b.store.Claim(t.Context(), c)
