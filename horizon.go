@@ -16,7 +16,8 @@ import (
 // delivery and every replay. eventID is what the key function has returned. It returns [ErrMissingTime] if the message
 // carries none, so that [FirstTime] can go on; any other error is a permanent [ErrInvalidTime].
 //
-// Kafka's timestamp of a message is in its context; with watermill-kafka:
+// Kafka's timestamp of a message is in its context; it is new each time the event is published, so a replay from a
+// dead-letter topic looks young. With watermill-kafka:
 //
 //	func(msg *message.Message, _ string) (time.Time, error) {
 //		at, ok := kafka.MessageTimestampFromCtx(msg.Context())

@@ -87,9 +87,9 @@ func (m *Middleware) Flush(ctx context.Context) error {
 // after) PoisonQueue, Retry and Timeout, and outside of (before) CorrelationID and Recoverer.
 //
 // It claims the event in a transaction, runs next with that transaction in the message's context, and commits. A duplicate
-// skips next and returns what it had produced, unless that has been acked; one with other content is a [*ConflictError]. On every error it returns no messages, and the
-// transaction is rolled back. An error of next is returned as it is, unless the database is to blame for it; all others
-// are an [*Error], see [IsPermanent] and [IsTransient].
+// skips next and returns what it had produced, unless that has been acked; one with other content is a [*ConflictError]. On
+// every error it returns no messages, and the transaction is rolled back. An error of next is returned as it is, unless
+// the database is to blame for it; all others are an [*Error], see [IsPermanent] and [IsTransient].
 func (m *Middleware) Middleware(next message.HandlerFunc) message.HandlerFunc {
 	var named registration
 	return func(msg *message.Message) ([]*message.Message, error) {

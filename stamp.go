@@ -15,7 +15,8 @@ import (
 //	pub, err := idempotency.StampEventID(pub)
 //	router.AddPublisherDecorators(idempotency.StampEventID)
 //
-// A producer that makes the message anew for each try must set the ID itself. It is safe for concurrent use if pub is.
+// A producer that makes the message anew for each try must set the ID itself, and so must a router that passes on messages
+// of others: each delivery would get another ID. It is safe for concurrent use if pub is.
 func StampEventID(pub message.Publisher) (message.Publisher, error) {
 	if pub == nil {
 		return nil, fmt.Errorf("idempotency: StampEventID: the publisher is nil")

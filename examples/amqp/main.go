@@ -32,7 +32,7 @@ func broker(url string) shipping.Broker {
 			if err != nil {
 				return nil, err
 			}
-			return amqpmessage.Parallel(subscriber, inFlight)
+			return amqpmessage.Parallel(subscriber, inFlight) // the pool needs a connection for each
 		},
 	}
 }
