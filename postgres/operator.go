@@ -89,7 +89,7 @@ func (s *Store) Unacked(ctx context.Context, age time.Duration, limit int) (even
 }
 
 // Stats describes what is stored of each subscriber, in the order of their IDs. It takes no longer than it takes to read
-// 80 MB, and the keys of all stored produced messages. Of a larger table of claims it reads a random part, and the numbers
+// 40 MB, and the keys of all stored produced messages. Of a larger table of claims it reads a random part, and the numbers
 // of claims are estimates ([idempotency.SubscriberStats]); a subscriber with few claims may then be missing, but none with
 // unacked events is.
 func (s *Store) Stats(ctx context.Context) (stats []idempotency.SubscriberStats, err error) {

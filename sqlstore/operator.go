@@ -76,7 +76,7 @@ func (s *Store) Unacked(ctx context.Context, age time.Duration, limit int) (even
 
 // Stats describes what is stored of each subscriber, in the order of their IDs.
 //
-// On PostgreSQL it takes no longer than it takes to read 80 MB, and the keys of all stored produced messages. Of a larger
+// On PostgreSQL it takes no longer than it takes to read 40 MB, and the keys of all stored produced messages. Of a larger
 // table of claims it reads a random part, and the numbers of claims are estimates ([idempotency.SubscriberStats]); a
 // subscriber with few claims may then be missing, but none with unacked events is. On SQLite the numbers are exact and
 // both tables are read, which no writer waits for.

@@ -24,8 +24,8 @@ func (s *Store) Retention() (d time.Duration, ok bool) {
 }
 
 // Purge removes the claims that are older than [WithRetention] says, oldest first, 1,000 in a transaction, with a pause
-// after each that is as long as it took. It goes on until none is left, ctx ends or a batch fails, and tells what is done
-// also then. It may run at any time, beside claims and in many instances. On PostgreSQL one batch runs at a time, and it
+// after each that is as long as it took. It goes on until none is left, ctx ends or a batch fails, and tells what is
+// surely done also then. It may run at any time, beside claims and in many instances. On PostgreSQL one batch runs at a time, and it
 // waits for no lock and lets no claim of a younger event wait. On SQLite a batch waits for the write lock, until ctx ends,
 // and claims wait for a batch.
 //
