@@ -17,7 +17,7 @@ import (
 // keeper is what retention and the operator's methods need.
 type keeper struct {
 	retention *time.Duration
-	sql       pgschema.OperatorStatements
+	sql       retention.Statements
 }
 
 // Retention returns how long claims are kept, and whether [WithRetention] says so. The middleware compares it with

@@ -348,7 +348,7 @@ func TestTrap31_IndexesAreUsed(t *testing.T) {
 			"remove":  {sql.Remove, []any{time.Time{}, before, 1000}},
 			"unacked": {sql.CountUnacked, []any{before}},
 			"list":    {sql.Unacked, []any{3600.0, 10}},
-			"forget":  {sql.Forget, []any{"shipping", "age 24h0m0s 1"}},
+			"forget":  {sql.Forget[1], []any{"shipping", "age 24h0m0s 1"}},
 		} {
 			tx, err := b.pool.Begin(t.Context())
 			require.NoError(t, err)

@@ -76,7 +76,7 @@ type engine struct{ *Store }
 // Newest implements [retention.Engine].
 func (e engine) Newest(ctx context.Context, age time.Duration) (newest time.Time, err error) {
 	err = e.withConn(ctx, func(conn *sql.Conn) error {
-		return conn.QueryRowContext(ctx, e.sql.newest, age.Seconds()).Scan(timestamp{&newest})
+		return conn.QueryRowContext(ctx, e.sql.Newest, age.Seconds()).Scan(timestamp{&newest})
 	})
 	return newest, err
 }
@@ -84,7 +84,7 @@ func (e engine) Newest(ctx context.Context, age time.Duration) (newest time.Time
 // Remove implements [retention.Engine].
 func (e engine) Remove(ctx context.Context, from, before time.Time, limit int) (removed int64, last time.Time, err error) {
 	err = e.dialect.write(ctx, e.db, &e.config, func(tx *sql.Tx) (err error) {
-		removed, last, err = e.dialect.purge(ctx, tx, &e.sql.operatorStatements, from, before, limit)
+		removed, last, err = e.dialect.purge(ctx, tx, &e.sql.Statements, from, before, limit)
 		return err
 	})
 	if err != nil {
@@ -96,7 +96,7 @@ func (e engine) Remove(ctx context.Context, from, before time.Time, limit int) (
 // CountUnacked implements [retention.Engine].
 func (e engine) CountUnacked(ctx context.Context, before time.Time) (n int64, err error) {
 	err = e.withConn(ctx, func(conn *sql.Conn) error {
-		return conn.QueryRowContext(ctx, e.sql.countUnacked, e.dialect.time(before)).Scan(&n)
+		return conn.QueryRowContext(ctx, e.sql.CountUnacked, e.dialect.time(before)).Scan(&n)
 	})
 	return n, err
 }

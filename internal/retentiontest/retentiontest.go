@@ -129,8 +129,8 @@ func testPurge(t *testing.T, s *suite) {
 	s.insert(t, "reference", 1, newest)
 	s.insert(t, "younger", 3, newest+Keep-time.Minute)
 	s.insert(t, "older", 3, newest+Keep+time.Minute)
-	s.insert(t, "oldest", 2500, 30*day)
-	require.Equal(t, idempotency.Purged{Claims: 2503}, s.purge(t))
+	s.insert(t, "oldest", 1200, 30*day)
+	require.Equal(t, idempotency.Purged{Claims: 1203}, s.purge(t))
 	for prefix, want := range map[string]int{"new": 3, "reference": 1, "younger": 3, "old": 0} {
 		s.requireCount(t, prefix, want)
 	}
@@ -183,10 +183,10 @@ func testPurgeKeepsUnacked(t *testing.T, s *suite) {
 
 // Claims of new events, duplicates and purges at once: no claim is lost, none fails, and none of a young event is purged.
 func testPurgeWhileClaiming(t *testing.T, s *suite) {
-	const workers, events = 4, 40
+	const workers, events = 4, 15
 	s.insert(t, "reference", 1, time.Hour)
 	s.insert(t, "young", events, Keep)
-	s.insert(t, "old", 5000, 30*day)
+	s.insert(t, "old", 2200, 30*day)
 	ctx := bounded(t)
 	errs := make(chan error, workers)
 	for worker := range workers {
@@ -203,7 +203,7 @@ func testPurgeWhileClaiming(t *testing.T, s *suite) {
 		}
 	}
 	removed += s.purge(t).Claims
-	require.Equal(t, int64(5000), removed)
+	require.Equal(t, int64(2200), removed)
 	s.requireCount(t, "new", workers*events)
 	s.requireCount(t, "young", events)
 	s.requireCount(t, "old", 0)
@@ -237,7 +237,7 @@ func (s *suite) claimBeside(ctx context.Context, worker, events int) error {
 
 func testPurgeTwice(t *testing.T, s *suite) {
 	s.insert(t, "reference", 1, time.Hour)
-	s.insert(t, "old", 5000, 30*day)
+	s.insert(t, "old", 2200, 30*day)
 	ctx := bounded(t)
 	type result struct {
 		purged idempotency.Purged
@@ -257,13 +257,13 @@ func testPurgeTwice(t *testing.T, s *suite) {
 		removed += r.purged.Claims
 	}
 	removed += s.purge(t).Claims // one may have left the rest to the other, at its last batch
-	require.Equal(t, int64(5000), removed, "no claim is removed twice, and none is left")
+	require.Equal(t, int64(2200), removed, "no claim is removed twice, and none is left")
 	s.requireCount(t, "old", 0)
 }
 
 func testPurgeEnds(t *testing.T, s *suite) {
 	s.insert(t, "reference", 1, time.Hour)
-	s.insert(t, "old", 3000, 30*day)
+	s.insert(t, "old", 2200, 30*day)
 	ctx, cancel := context.WithCancel(bounded(t))
 	cancel()
 	purged, err := s.Store.Purge(ctx)
@@ -280,7 +280,7 @@ func testPurgeEnds(t *testing.T, s *suite) {
 	}()
 	require.Eventually(t, func() bool {
 		n, err := s.Count(t.Context(), subscriber, "old")
-		return err == nil && n < 3000
+		return err == nil && n < 2200
 	}, 20*time.Second, time.Millisecond)
 	cancel()
 	if err := <-done; err != nil { // it may have been quicker
@@ -288,8 +288,8 @@ func testPurgeEnds(t *testing.T, s *suite) {
 	}
 	left, err := s.Count(bounded(t), subscriber, "old")
 	require.NoError(t, err)
-	require.Zero(t, left%1000, "a batch is removed or not")
-	require.LessOrEqual(t, purged.Claims, int64(3000-left), "the answer to a commit may have come too late")
+	require.Contains(t, []int{2200, 1200, 200, 0}, left, "a batch is removed or not")
+	require.LessOrEqual(t, purged.Claims, int64(2200-left), "the answer to a commit may have come too late")
 	require.Equal(t, int64(left), s.purge(t).Claims, "the next one goes on, and meets no lock")
 }
 
