@@ -12,6 +12,7 @@ import (
 
 	"github.com/watermill-idempotency/idempotency"
 	"github.com/watermill-idempotency/idempotency/internal/pgschema"
+	"github.com/watermill-idempotency/idempotency/internal/retention"
 )
 
 // Lookup returns the record of an event, with its stored produced messages, or nil if there is no committed claim of it.
@@ -51,9 +52,14 @@ func (s *Store) Lookup(ctx context.Context, key idempotency.Key) (record *idempo
 // The role needs select and delete on both tables.
 func (s *Store) Forget(ctx context.Context, key idempotency.Key) (existed bool, err error) {
 	err = s.write(ctx, func(tx pgx.Tx) error {
-		tag, err := tx.Exec(ctx, s.keeper.sql.Forget, key.SubscriberID, key.EventID)
-		existed = tag.RowsAffected() > 0
-		return err
+		for _, text := range s.keeper.sql.Forget {
+			tag, err := tx.Exec(ctx, text, key.SubscriberID, key.EventID)
+			if err != nil {
+				return err
+			}
+			existed = tag.RowsAffected() > 0
+		}
+		return nil
 	})
 	if err != nil {
 		return false, fmt.Errorf("postgres: Forget: %w", pgschema.ForgetError(err))
@@ -89,7 +95,7 @@ func (s *Store) Unacked(ctx context.Context, age time.Duration, limit int) (even
 }
 
 // Stats describes what is stored of each subscriber, in the order of their IDs. It takes no longer than it takes to read
-// 80 MB, and the keys of all stored produced messages. Of a larger table of claims it reads a random part, and the numbers
+// 40 MB, and the keys of all stored produced messages. Of a larger table of claims it reads a random part, and the numbers
 // of claims are estimates ([idempotency.SubscriberStats]); a subscriber with few claims may then be missing, but none with
 // unacked events is.
 func (s *Store) Stats(ctx context.Context) (stats []idempotency.SubscriberStats, err error) {
@@ -98,7 +104,7 @@ func (s *Store) Stats(ctx context.Context) (stats []idempotency.SubscriberStats,
 		if err := conn.QueryRow(ctx, s.keeper.sql.Pages).Scan(&pages); err != nil {
 			return err
 		}
-		percent := pgschema.Sample(pages)
+		percent := retention.Sample(pages)
 		rows, err := conn.Query(ctx, s.keeper.sql.Stats, percent)
 		if err != nil {
 			return err

@@ -17,7 +17,7 @@ import (
 // keeper is what retention and the operator's methods need.
 type keeper struct {
 	retention *time.Duration
-	sql       pgschema.OperatorStatements
+	sql       retention.Statements
 }
 
 // Retention returns how long claims are kept, and whether [WithRetention] says so. The middleware compares it with
@@ -30,8 +30,8 @@ func (s *Store) Retention() (d time.Duration, ok bool) {
 }
 
 // Purge removes the claims that are older than [WithRetention] says, oldest first, 1,000 in a transaction, with a pause
-// after each that is as long as it took. It goes on until none is left, ctx ends or a batch fails, and tells what is done
-// also then. It may run at any time, beside claims and in many instances: one batch runs at a time, and it waits for no
+// after each that is as long as it took. It goes on until none is left, ctx ends or a batch fails, and tells what is
+// surely done also then. It may run at any time, beside claims and in many instances: one batch runs at a time, and it waits for no
 // lock and lets no claim of a younger event wait.
 //
 // Age is counted back from the newest claim that is an hour old, or as old as the retention if that is shorter, and not

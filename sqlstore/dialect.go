@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/watermill-idempotency/idempotency"
+	"github.com/watermill-idempotency/idempotency/internal/retention"
 )
 
 // Dialect is a database engine: [PostgreSQL] or [SQLite]. It is sealed, and safe for concurrent use.
@@ -34,7 +35,7 @@ type Dialect interface {
 	// write runs do in a transaction, again if the database is busy.
 	write(ctx context.Context, db *sql.DB, c *config, do func(tx *sql.Tx) error) error
 	// purge removes claims in tx, see [retention.Engine].
-	purge(ctx context.Context, tx *sql.Tx, s *operatorStatements, from, before time.Time, limit int) (removed int64, last time.Time, err error)
+	purge(ctx context.Context, tx *sql.Tx, s *retention.Statements, from, before time.Time, limit int) (removed int64, last time.Time, err error)
 	// time is a time as claimed_at is compared with.
 	time(t time.Time) any
 }
@@ -47,19 +48,7 @@ type statements struct {
 	held    string // and the mark: whether the transaction that left it has committed the claim
 	produce bulk   // and position, uuid, metadata, payload
 	acked   bulk
-	operatorStatements
-}
-
-// operatorStatements are those of retention and of the operator's methods. Ages are in seconds.
-type operatorStatements struct {
-	newest       string // age: a time, or null
-	lock         string // whether this transaction is the one that purges the table, if the engine needs to ask
-	remove       string
-	countUnacked string   // before
-	forget       []string // the last one affects the claim's row
-	unacked      string   // age, limit: key, topic, claimed_at, number of messages
-	pages        string   // the size of the table of claims, if stats reads a part of it
-	stats        string   // percentage of the pages, if there are pages: subscriber ID, claims, oldest, newest, unacked, oldest unacked
+	retention.Statements
 }
 
 // bulk is a statement over rows of values, whose number varies.

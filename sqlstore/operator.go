@@ -10,6 +10,7 @@ import (
 
 	"github.com/watermill-idempotency/idempotency"
 	"github.com/watermill-idempotency/idempotency/internal/pgschema"
+	"github.com/watermill-idempotency/idempotency/internal/retention"
 )
 
 // Lookup returns the record of an event, with its stored produced messages, or nil if there is no committed claim of it.
@@ -35,7 +36,7 @@ func (s *Store) Lookup(ctx context.Context, key idempotency.Key) (record *idempo
 // On PostgreSQL the role needs select and delete on both tables.
 func (s *Store) Forget(ctx context.Context, key idempotency.Key) (existed bool, err error) {
 	err = s.dialect.write(ctx, s.db, &s.config, func(tx *sql.Tx) error {
-		for _, text := range s.sql.forget {
+		for _, text := range s.sql.Forget {
 			result, err := tx.ExecContext(ctx, text, key.SubscriberID, key.EventID)
 			if err != nil {
 				return err
@@ -62,7 +63,7 @@ func (s *Store) Unacked(ctx context.Context, age time.Duration, limit int) (even
 	if limit <= 0 {
 		return nil, fmt.Errorf("sqlstore: Unacked: the limit, %d, is not positive", limit)
 	}
-	err = s.query(ctx, s.sql.unacked, []any{age.Seconds(), limit}, func(rows *sql.Rows) error {
+	err = s.query(ctx, s.sql.Unacked, []any{age.Seconds(), limit}, func(rows *sql.Rows) error {
 		var e idempotency.UnackedEvent
 		err := rows.Scan(&e.SubscriberID, &e.EventID, &e.Topic, timestamp{&e.ClaimedAt}, &e.Messages)
 		events = append(events, e)
@@ -76,23 +77,23 @@ func (s *Store) Unacked(ctx context.Context, age time.Duration, limit int) (even
 
 // Stats describes what is stored of each subscriber, in the order of their IDs.
 //
-// On PostgreSQL it takes no longer than it takes to read 80 MB, and the keys of all stored produced messages. Of a larger
+// On PostgreSQL it takes no longer than it takes to read 40 MB, and the keys of all stored produced messages. Of a larger
 // table of claims it reads a random part, and the numbers of claims are estimates ([idempotency.SubscriberStats]); a
 // subscriber with few claims may then be missing, but none with unacked events is. On SQLite the numbers are exact and
 // both tables are read, which no writer waits for.
 func (s *Store) Stats(ctx context.Context) (stats []idempotency.SubscriberStats, err error) {
 	percent := 100.0
 	var args []any
-	if s.sql.pages != "" {
+	if s.sql.Pages != "" {
 		var pages int64
-		err := s.query(ctx, s.sql.pages, nil, func(rows *sql.Rows) error { return rows.Scan(&pages) })
+		err := s.query(ctx, s.sql.Pages, nil, func(rows *sql.Rows) error { return rows.Scan(&pages) })
 		if err != nil {
 			return nil, fmt.Errorf("sqlstore: Stats: %w", because(ctx, err))
 		}
-		percent = pgschema.Sample(pages)
+		percent = retention.Sample(pages)
 		args = append(args, percent)
 	}
-	err = s.query(ctx, s.sql.stats, args, func(rows *sql.Rows) error {
+	err = s.query(ctx, s.sql.Stats, args, func(rows *sql.Rows) error {
 		e := idempotency.SubscriberStats{Estimated: percent < 100}
 		err := rows.Scan(&e.SubscriberID, &e.Claims, timestamp{&e.Oldest}, timestamp{&e.Newest}, &e.Unacked, timestamp{&e.OldestUnacked})
 		e.Claims = int64(math.Round(float64(e.Claims) * 100 / percent))

@@ -7,9 +7,11 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
+	"time"
 
 	"github.com/watermill-idempotency/idempotency"
 	"github.com/watermill-idempotency/idempotency/internal/pgschema"
+	"github.com/watermill-idempotency/idempotency/internal/retention"
 	"github.com/watermill-idempotency/idempotency/internal/sqlstate"
 )
 
@@ -86,7 +88,7 @@ func (postgreSQL) open(ctx context.Context, db *sql.DB, c *config) (statements, 
 			head: "delete from " + t.Produced + " where ctid = any(array(select ctid from " + t.Produced + " where (subscriber_id, event_id) in (",
 			tail: ")))", columns: 2, placeholder: placeholder,
 		},
-		operatorStatements: postgreSQLOperator(t),
+		Statements: t.Operator(),
 	}, nil
 }
 
@@ -173,3 +175,27 @@ func (postgreSQL) classify(err error) (fault idempotency.Fault, known bool) {
 	code := sqlstate.Of(err)
 	return sqlstate.Classify(code), code != ""
 }
+
+// write has an isolation level of its own: the session's default may be one that makes it fail for no reason.
+func (postgreSQL) write(ctx context.Context, db *sql.DB, c *config, do func(tx *sql.Tx) error) error {
+	conn, err := acquire(ctx, db, c.acquireTimeout)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = conn.Close() }()
+	return inTx(ctx, conn, sql.LevelReadCommitted, do)
+}
+
+func (postgreSQL) purge(ctx context.Context, tx *sql.Tx, s *retention.Statements, from, before time.Time, limit int) (removed int64, last time.Time, err error) {
+	var locked bool
+	if err := tx.QueryRowContext(ctx, s.Lock).Scan(&locked); err != nil {
+		return 0, last, err
+	}
+	if !locked {
+		return 0, last, retention.ErrElsewhere
+	}
+	err = tx.QueryRowContext(ctx, s.Remove, from, before, limit).Scan(&removed, timestamp{&last})
+	return removed, last, err
+}
+
+func (postgreSQL) time(t time.Time) any { return t }

@@ -24,8 +24,8 @@ func (s *Store) Retention() (d time.Duration, ok bool) {
 }
 
 // Purge removes the claims that are older than [WithRetention] says, oldest first, 1,000 in a transaction, with a pause
-// after each that is as long as it took. It goes on until none is left, ctx ends or a batch fails, and tells what is done
-// also then. It may run at any time, beside claims and in many instances. On PostgreSQL one batch runs at a time, and it
+// after each that is as long as it took. It goes on until none is left, ctx ends or a batch fails, and tells what is
+// surely done also then. It may run at any time, beside claims and in many instances. On PostgreSQL one batch runs at a time, and it
 // waits for no lock and lets no claim of a younger event wait. On SQLite a batch waits for the write lock, until ctx ends,
 // and claims wait for a batch.
 //
@@ -76,7 +76,7 @@ type engine struct{ *Store }
 // Newest implements [retention.Engine].
 func (e engine) Newest(ctx context.Context, age time.Duration) (newest time.Time, err error) {
 	err = e.withConn(ctx, func(conn *sql.Conn) error {
-		return conn.QueryRowContext(ctx, e.sql.newest, age.Seconds()).Scan(timestamp{&newest})
+		return conn.QueryRowContext(ctx, e.sql.Newest, age.Seconds()).Scan(timestamp{&newest})
 	})
 	return newest, err
 }
@@ -84,7 +84,7 @@ func (e engine) Newest(ctx context.Context, age time.Duration) (newest time.Time
 // Remove implements [retention.Engine].
 func (e engine) Remove(ctx context.Context, from, before time.Time, limit int) (removed int64, last time.Time, err error) {
 	err = e.dialect.write(ctx, e.db, &e.config, func(tx *sql.Tx) (err error) {
-		removed, last, err = e.dialect.purge(ctx, tx, &e.sql.operatorStatements, from, before, limit)
+		removed, last, err = e.dialect.purge(ctx, tx, &e.sql.Statements, from, before, limit)
 		return err
 	})
 	if err != nil {
@@ -96,7 +96,7 @@ func (e engine) Remove(ctx context.Context, from, before time.Time, limit int) (
 // CountUnacked implements [retention.Engine].
 func (e engine) CountUnacked(ctx context.Context, before time.Time) (n int64, err error) {
 	err = e.withConn(ctx, func(conn *sql.Conn) error {
-		return conn.QueryRowContext(ctx, e.sql.countUnacked, e.dialect.time(before)).Scan(&n)
+		return conn.QueryRowContext(ctx, e.sql.CountUnacked, e.dialect.time(before)).Scan(&n)
 	})
 	return n, err
 }

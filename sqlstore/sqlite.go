@@ -14,6 +14,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/watermill-idempotency/idempotency"
+	"github.com/watermill-idempotency/idempotency/internal/retention"
 )
 
 //go:embed migrations/sqlite/*.sql
@@ -86,7 +87,7 @@ func (d sqlite) open(ctx context.Context, db *sql.DB, c *config) (statements, er
 			head: "delete from " + produced + " where (subscriber_id, event_id) in (values ",
 			tail: ")", columns: 2, placeholder: placeholder,
 		},
-		operatorStatements: sqliteOperator(claim, produced),
+		Statements: retention.SQLite(claim, produced),
 	}, nil
 }
 

@@ -4,23 +4,12 @@ import (
 	"fmt"
 
 	"github.com/watermill-idempotency/idempotency"
+	"github.com/watermill-idempotency/idempotency/internal/retention"
 	"github.com/watermill-idempotency/idempotency/internal/sqlstate"
 )
 
-// OperatorStatements are those of retention and of the operator's methods. Ages are in seconds.
-type OperatorStatements struct {
-	Newest       string // age: a time, or null
-	Lock         string // whether this transaction is the one that purges the table
-	Remove       string // from, before, limit: the number of removed claims, and when the youngest of them was made
-	CountUnacked string // before
-	Forget       string // subscriber ID, event ID: affects the claim's row
-	Unacked      string // age, limit: key, topic, claimed_at, number of messages
-	Pages        string // the size of the table of claims
-	Stats        string // percentage of the pages to read: subscriber ID, claims, oldest, newest, unacked, oldest unacked
-}
-
-// Operator returns the statements for the tables.
-func (t Tables) Operator() OperatorStatements {
+// Operator returns the statements of retention and of the operator's methods.
+func (t Tables) Operator() retention.Statements {
 	// The subquery with an offset is executed for each event, by the primary key. A plain join would read all claims when
 	// the statistics say that there are many unacked events; and there are fewer of them than of claims at any time.
 	unacked := "(select p.subscriber_id, p.event_id, c.topic, c.claimed_at, p.messages" +
@@ -28,9 +17,12 @@ func (t Tables) Operator() OperatorStatements {
 		" left join lateral (select c.topic, c.claimed_at from " + t.Claim + " c" +
 		" where c.subscriber_id = p.subscriber_id and c.event_id = p.event_id offset 0) c on true) u"
 	const ago = "pg_catalog.now() - pg_catalog.make_interval(secs => $1)"
-	return OperatorStatements{
+	return retention.Statements{
 		Newest: "select pg_catalog.max(claimed_at) from " + t.Claim + " where claimed_at <= " + ago,
-		Lock:   "select pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtextextended(" + literal("purge "+t.Claim) + ", 0))",
+		// Remove must read the index in its order and stop at the limit. With no statistics, or those from before a large
+		// purge, the planner would rather read all that is old, and sort it, for each batch.
+		Lock: "select pg_catalog.pg_try_advisory_xact_lock(pg_catalog.hashtextextended(" + literal("purge "+t.Claim) + ", 0))" +
+			" and pg_catalog.set_config('enable_sort', 'off', true) = 'off'",
 		Remove: "with old as (select c.ctid from " + t.Claim + " c where c.claimed_at >= $1 and c.claimed_at < $2" +
 			" and not exists (select from " + t.Produced + " p where p.subscriber_id = c.subscriber_id and p.event_id = c.event_id)" +
 			" order by c.claimed_at limit $3 for update of c skip locked)," +
@@ -38,9 +30,10 @@ func (t Tables) Operator() OperatorStatements {
 			" select pg_catalog.count(*), pg_catalog.max(claimed_at) from gone",
 		CountUnacked: "select pg_catalog.count(*) from " + unacked + " where u.claimed_at < $1",
 		// The rows are met in physical order, as in Acked, so that the two do not wait for each other.
-		Forget: "with gone as (delete from " + t.Produced + " where ctid = any (array(select ctid from " + t.Produced +
-			" where subscriber_id = $1 and event_id = $2)))" +
-			" delete from " + t.Claim + " where subscriber_id = $1 and event_id = $2",
+		Forget: []string{
+			"delete from " + t.Produced + " where ctid = any (array(select ctid from " + t.Produced + " where subscriber_id = $1 and event_id = $2))",
+			"delete from " + t.Claim + " where subscriber_id = $1 and event_id = $2",
+		},
 		Unacked: "select u.subscriber_id, u.event_id, coalesce(u.topic, ''), u.claimed_at, u.messages from " + unacked +
 			" where u.claimed_at is null or u.claimed_at <= " + ago + " order by u.claimed_at nulls first limit $2",
 		Pages: "select pg_catalog.pg_relation_size(pg_catalog.to_regclass(" + literal(t.Claim) + ")) / pg_catalog.current_setting('block_size')::pg_catalog.int8",
@@ -50,17 +43,6 @@ func (t Tables) Operator() OperatorStatements {
 			" union all select u.subscriber_id, 0, null, null, pg_catalog.count(*), pg_catalog.min(u.claimed_at) from " + unacked + " group by u.subscriber_id) s" +
 			" group by subscriber_id order by subscriber_id",
 	}
-}
-
-// maxPages is how much of the table of claims Stats reads: 80 MB, or half a million claims and more.
-const maxPages = 10_000
-
-// Sample returns the percentage of a table that Stats reads.
-func Sample(pages int64) float64 {
-	if pages <= maxPages {
-		return 100
-	}
-	return 100 * maxPages / float64(pages)
 }
 
 // PurgeError says which privileges a purge needs, if the role lacks one.
