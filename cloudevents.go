@@ -12,7 +12,7 @@ import (
 	"github.com/ThreeDotsLabs/watermill/message"
 )
 
-// CloudEventOption changes how [CloudEventKey] and [StructuredCloudEventKey] read a message.
+// CloudEventOption changes how [CloudEventKey] and [CloudEventTime] read a message.
 type CloudEventOption func(*cloudEvents)
 
 // UnquoteCloudEvents takes the JSON quotes off values in metadata that have them, as in "\"42\"": some producers (Spring
@@ -28,8 +28,9 @@ func UnquoteCloudEvents() CloudEventOption {
 // In binary mode the attributes are in metadata, in the spelling of one of the bindings: ce_id (Kafka), cloudEvents:id and
 // cloudEvents_id (AMQP), ce-id (HTTP). If metadata "content-type" (or content_type, contentType, Content-Type) says
 // application/cloudevents+json, the event is in structured mode, in the payload. An attribute that is there twice, with
-// different values, is [ErrKeyAmbiguous]. A message without id or source is [ErrMissingKey]; one in a format other than
-// JSON, or with a batch of events, is [ErrInvalidKey].
+// different values, is [ErrKeyAmbiguous]. A message without id and source is [ErrMissingKey]; one with only one of them, in a
+// format other than JSON, or with a batch of events, is [ErrInvalidKey]. Values are taken as they are: the percent-encoding
+// of the HTTP binding is not decoded.
 func CloudEventKey(opts ...CloudEventOption) KeyFunc {
 	c := newCloudEvents(opts)
 	return func(msg *message.Message) (string, error) {
@@ -80,7 +81,7 @@ var cloudEventMetadata = map[string][]string{
 
 // attributes returns those of the named attributes that the message has.
 func (c cloudEvents) attributes(msg *message.Message, names ...string) (map[string]string, error) {
-	structured, err := isStructured(msg.Metadata)
+	structured, err := c.isStructured(msg.Metadata)
 	if err != nil {
 		return nil, err
 	}
@@ -96,10 +97,8 @@ func (c cloudEvents) attributes(msg *message.Message, names ...string) (map[stri
 			if !ok {
 				continue
 			}
-			if c.unquote && strings.HasPrefix(value, `"`) {
-				if err := json.Unmarshal([]byte(value), &value); err != nil {
-					return nil, fmt.Errorf("%w: metadata %q begins with a quote and is no JSON string: %w", ErrInvalidKey, spelling, err)
-				}
+			if value, err = c.plain(spelling, value); err != nil {
+				return nil, err
 			}
 			if err := setAttribute(attributes, name, value); err != nil {
 				return nil, err
@@ -117,18 +116,35 @@ func setAttribute(attributes map[string]string, name, value string) error {
 	return nil
 }
 
-// isStructured tells whether the payload is a CloudEvent, and not its data.
-func isStructured(metadata message.Metadata) (bool, error) {
-	contentType := firstSet(metadata, []string{"content-type", "content_type", "contentType", "Content-Type"})
-	mediaType, _, _ := strings.Cut(contentType, ";")
-	mediaType = strings.ToLower(strings.TrimSpace(mediaType))
-	switch {
-	case mediaType == "application/cloudevents+json":
-		return true, nil
-	case strings.HasPrefix(mediaType, "application/cloudevents"):
-		return false, fmt.Errorf("%w: content type %q: only single CloudEvents in JSON are read: choose another key by WithKey", ErrInvalidKey, contentType)
+// plain takes the quotes off a value.
+func (c cloudEvents) plain(spelling, value string) (string, error) {
+	if !c.unquote || !strings.HasPrefix(value, `"`) {
+		return value, nil
 	}
-	return false, nil
+	var plain string
+	if err := json.Unmarshal([]byte(value), &plain); err != nil {
+		return "", fmt.Errorf("%w: metadata %q begins with a quote and is no JSON string: %w", ErrInvalidKey, spelling, err)
+	}
+	return plain, nil
+}
+
+// isStructured tells whether the payload is a CloudEvent, and not its data.
+func (c cloudEvents) isStructured(metadata message.Metadata) (structured bool, err error) {
+	for _, spelling := range [...]string{"content-type", "content_type", "contentType", "Content-Type"} {
+		contentType, err := c.plain(spelling, metadata[spelling])
+		if err != nil {
+			return false, err
+		}
+		mediaType, _, _ := strings.Cut(contentType, ";")
+		mediaType = strings.ToLower(strings.TrimSpace(mediaType))
+		switch {
+		case mediaType == "application/cloudevents+json":
+			structured = true
+		case strings.HasPrefix(mediaType, "application/cloudevents"):
+			return false, fmt.Errorf("%w: content type %q: only single CloudEvents in JSON are read: choose another key by WithKey", ErrInvalidKey, contentType)
+		}
+	}
+	return structured, nil
 }
 
 // decodeCloudEvent reads those of the named attributes that a CloudEvent in JSON has. It decodes nothing else, and takes
@@ -185,12 +201,13 @@ func decodeObject(payload []byte, attributes map[string]string, names []string) 
 var escapeSource = strings.NewReplacer(`\`, `\\`, ` `, `\ `)
 
 func cloudEventID(attributes map[string]string) (string, error) {
-	for _, name := range []string{"id", "source"} {
-		value, ok := attributes[name]
-		switch {
-		case !ok:
-			return "", fmt.Errorf("%w: the message has no CloudEvents attribute %q: is its producer one of CloudEvents, and does the subscriber's marshaler keep headers?", ErrMissingKey, name)
-		case value == "":
+	if len(attributes) == 0 {
+		return "", fmt.Errorf("%w: the message has no CloudEvents attributes \"id\" and \"source\": is its producer one of CloudEvents, and does the subscriber's marshaler keep headers?", ErrMissingKey)
+	}
+	for _, name := range [...]string{"id", "source"} {
+		if value, ok := attributes[name]; !ok {
+			return "", fmt.Errorf("%w: the message has no CloudEvents attribute %q, but the other of \"id\" and \"source\"", ErrInvalidKey, name)
+		} else if value == "" {
 			return "", fmt.Errorf("%w: CloudEvents attribute %q", ErrKeyEmpty, name)
 		}
 	}

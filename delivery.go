@@ -51,6 +51,9 @@ func (d *delivery) identify(ctx context.Context, named *registration) error {
 	if d.claim.SubscriberID, err = named.resolve(d.m, d.handler); err != nil {
 		return err
 	}
+	if !d.m.phantomsPass && isPhantom(d.msg) {
+		return ErrPhantomMessage
+	}
 	if d.claim.EventID, err = eventID(d.m.key, d.msg); err != nil {
 		return err
 	}

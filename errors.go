@@ -46,9 +46,9 @@ var permanent = []error{ErrMissingKey, ErrInvalidKey, ErrConflict, ErrNotCanonic
 
 // Errors about a delivery: the message is not at fault, and another delivery will tell.
 var (
-	// ErrPhantomMessage means a message without UUID, metadata and payload. watermill-amqp hands such messages over when
-	// a channel closes (its consumer reads from the closed delivery channel); nothing was sent, so there is nothing to
-	// keep.
+	// ErrPhantomMessage means a message without UUID, metadata and payload. watermill-amqp's own marshaler hands such
+	// messages over when a channel closes (its consumer reads from the closed delivery channel); nothing was sent, so
+	// there is nothing to keep. Where they are sent, as tombstones on Kafka, see [WithoutPhantomCheck].
 	ErrPhantomMessage = errors.New("message without UUID, metadata and payload, as AMQP hands over when a channel closes")
 	// ErrInFlight means that another delivery of the event is being processed, and the policy was not to wait longer.
 	ErrInFlight = errors.New("another delivery of this event is in flight")

@@ -58,11 +58,13 @@ func FirstOf(fns ...KeyFunc) KeyFunc {
 	}
 }
 
-// eventID asks fn and checks its answer. Every error is permanent, or [ErrPhantomMessage].
+// isPhantom tells whether nothing was sent at all, see [ErrPhantomMessage].
+func isPhantom(msg *message.Message) bool {
+	return msg.UUID == "" && len(msg.Metadata) == 0 && len(msg.Payload) == 0
+}
+
+// eventID asks fn and checks its answer. Every error is permanent.
 func eventID(fn KeyFunc, msg *message.Message) (id string, err error) {
-	if msg.UUID == "" && len(msg.Metadata) == 0 && len(msg.Payload) == 0 {
-		return "", ErrPhantomMessage
-	}
 	defer func() {
 		if r := recover(); r != nil {
 			id, err = "", fmt.Errorf("%w: panic: %v", ErrKeyFunc, r)

@@ -93,6 +93,18 @@ func TestTrap16_PhantomMessageIsNotPermanent(t *testing.T) {
 	require.Equal(t, []idempotency.Outcome{idempotency.Transient}, b.observed.outcomes())
 }
 
+func TestEmptyMessageIsJudgedByTheKeyFunctionWithoutThePhantomCheck(t *testing.T) {
+	t.Parallel()
+	b := setup(t, idempotency.WithoutPhantomCheck())
+	_, err := b.Middleware.Middleware(idempotency.Handler(createLabel))(message.NewMessage("", nil))
+	require.ErrorIs(t, err, idempotency.ErrMissingKey)
+	require.True(t, idempotency.IsPermanent(err), "a tombstone holds up nothing")
+
+	b = setup(t, idempotency.WithoutPhantomCheck(), idempotency.WithKey(func(*message.Message) (string, error) { return "by Kafka's key", nil }))
+	_, err = b.Middleware.Middleware(idempotency.Handler(createLabel))(message.NewMessage("", nil))
+	require.NoError(t, err)
+}
+
 func TestNoSubscriberID(t *testing.T) {
 	t.Parallel()
 	b := setup(t)

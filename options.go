@@ -19,6 +19,7 @@ type config struct {
 	subscriberID     *string
 	subscriberPrefix *string
 	key              KeyFunc
+	phantomsPass     bool
 	fingerprint      fingerprint
 	horizon          horizon
 	inFlight         InFlight
@@ -62,6 +63,14 @@ func WithSubscriberPrefix(prefix string) Option {
 // WithKey says how the event ID is taken from a message. The default is [MetadataKey] of [EventIDMetadata].
 func WithKey(fn KeyFunc) Option {
 	return optionFunc(func(c *config) { c.key = fn })
+}
+
+// WithoutPhantomCheck lets the key function judge messages without UUID, metadata and payload as any others: without an
+// event ID they are [ErrMissingKey], which is permanent. Use it on Kafka, where a tombstone without headers is such a message,
+// and holds up its partition as long as it is an [ErrPhantomMessage]; and with module amqpmessage, which drops phantoms. The
+// default is the check, for watermill-amqp's own marshaler.
+func WithoutPhantomCheck() Option {
+	return optionFunc(func(c *config) { c.phantomsPass = true })
 }
 
 // WithoutFingerprint stores no fingerprints and compares none: a message with a known event ID is a duplicate whatever it

@@ -70,6 +70,7 @@ func NewRouter(ctx context.Context, pool *pgxpool.Pool, topic string, subscriber
 	}
 	idem, err := idempotency.New(store,
 		idempotency.WithSubscriberID("shipping.create-label.v1"),
+		idempotency.WithoutPhantomCheck(), // neither Kafka's marshaler nor that of amqpmessage makes phantoms
 		idempotency.WithObserver(observer))
 	if err != nil {
 		return nil, err
