@@ -3,8 +3,8 @@
 //
 // The failure table of the design, row by row, is in failure_test.go, over every transport; what else can go wrong around
 // the middleware in trap_test.go and beside_test.go; two deliveries at once in inflight_test.go; killed processes in
-// kill_test.go; numbers in volume_test.go; producers that are not Watermill in foreign_test.go, and what they and operators
-// send again in replay_test.go.
+// kill_test.go; numbers in volume_test.go; what handlers return, over every store, in produced_test.go and storm_test.go;
+// producers that are not Watermill in foreign_test.go, and what they and operators send again in replay_test.go.
 package integration_test
 
 import (

@@ -206,7 +206,7 @@ func TestTenThousandProducedMessages(t *testing.T) {
 		if err != nil {
 			return err
 		}
-		switch rand.New(rand.NewPCG(seed, event<<32|uint64(try))).IntN(10) { //nolint:gosec // to be repeated
+		switch rand.New(rand.NewPCG(seed, event<<32|uint64(try))).IntN(10) {
 		case 0:
 			before.Add(1)
 			return errFault

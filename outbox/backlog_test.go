@@ -84,15 +84,15 @@ func TestBacklogReadsOnlyWhatWaits(t *testing.T) {
 	t.Parallel()
 	b := setup(t, "pgx")
 	b.exec(t, `insert into {s}.watermill_outbox (uuid, transaction_id) select '', '1' from generate_series(1, 20000)`)
-	b.exec(t, `insert into {s}.watermill_offsets_outbox select '', max("offset"), '1' from {s}.watermill_outbox`)
+	b.exec(t, "insert into {s}.watermill_offsets_outbox values ('', 20000, '1')")
 	b.store10(t)
 	b.exec(t, "analyze {s}.watermill_outbox")
-	scans := func() (sequential, index int) {
-		require.NoError(t, b.db.QueryRowContext(t.Context(), "select seq_scan, idx_scan from pg_stat_user_tables where relid = $1::regclass", b.table).
-			Scan(&sequential, &index))
-		return sequential, index
+	scans := func() (rows, index int) {
+		require.NoError(t, b.db.QueryRowContext(t.Context(), "select seq_tup_read, idx_scan from pg_stat_user_tables where relid = $1::regclass", b.table).
+			Scan(&rows, &index))
+		return rows, index
 	}
-	sequential, index := scans()
+	_, index := scans()
 
 	db := stdlib.OpenDB(*pgtest.Config(t, 1).ConnConfig)
 	require.EqualValues(t, 10, b.backlog(t, db).Messages)
@@ -101,6 +101,6 @@ func TestBacklogReadsOnlyWhatWaits(t *testing.T) {
 		_, now := scans()
 		return now > index
 	}, patience, 10*millisecond, "the index was not used")
-	now, _ := scans()
-	require.Equal(t, sequential, now)
+	rows, _ := scans()
+	require.Less(t, rows, 20000, "the table was read")
 }

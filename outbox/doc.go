@@ -36,6 +36,9 @@
 // in the order in which they began to write, which under the middleware is that of their claims; not in that of their
 // commits. A repetition after a crash comes out of order.
 //
+// A handler that executes COMMIT or ROLLBACK as text, and publishes after that, publishes outside of its transaction: its
+// message is not acked ([idempotency.ErrTxEnded]), and what it published so is forwarded all the same.
+//
 // # Long transactions delay forwarding
 //
 // To miss nothing that commits late, a forwarder reads only what is older than every transaction that has written and is

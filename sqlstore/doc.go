@@ -35,7 +35,9 @@
 // [idempotency.FailFast] is 10 ms, because shorter waits would mistake the short locks of any insert for a claim in flight.
 //
 // A statement that fails aborts the whole transaction, as ever in PostgreSQL: return its error, or run it in a savepoint.
-// Rows that the handler leaves open are an error, which says so.
+// Rows that the handler leaves open are an error, which says so. A connection that a handler leaves read-only, or in a role
+// without privileges, fails one claim with an error and is closed; synchronous_commit that it switches off is on again for
+// the commit.
 //
 // # SQLite
 //
