@@ -18,6 +18,8 @@ import (
 // until a late duplicate of the event, which is sent here.
 func (w *world) settle(t *tally, consumers func() ([]*process, error)) {
 	w.Helper()
+	begun := time.Now()
+	lap := func(what string) { w.Logf("%v: %s: %s", time.Since(begun).Round(time.Millisecond), what, w.state()) }
 	for range 10 {
 		running, err := consumers()
 		require.NoError(w, err)
@@ -25,7 +27,9 @@ func (w *world) settle(t *tally, consumers func() ([]*process, error)) {
 			t.add("stored copies that kills left behind", 1)
 			require.NoError(w, w.publish(w.Context(), order{id, w.processed()[id][1]}))
 		}
+		lap("consumers run")
 		done := within(patience, func() bool { return w.isIdle() })
+		lap("idle")
 		for _, p := range running {
 			require.NoError(w, p.terminate())
 		}
@@ -91,6 +95,8 @@ func (w *world) judge(t *tally) {
 
 	processed := w.processed()
 	contents := w.contents()
+	t.add("lost", len(contents)-len(processed))
+	t.add("doubled", w.count("select '' from effect where subscriber_id = $1", w.Transport+".create")-len(processed))
 	require.Len(w, processed, len(contents), "events that were lost, or made up")
 	wantArrivals := make([][]string, 0, len(processed))
 	wantNotes := make([][]string, 0, len(processed))

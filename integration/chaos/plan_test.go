@@ -1,9 +1,6 @@
 package chaos_test
 
-import (
-	"math/rand/v2"
-	"slices"
-)
+import "math/rand/v2"
 
 // The faults of a round, by the names that the report has.
 const (
@@ -38,9 +35,9 @@ type amount struct {
 
 var (
 	// consumerFaults happen to the consumers of each transport, at once with those of the others and of the servers.
-	consumerFaults = []amount{{killed, 12}, {killedAtPoint, 12}, {terminated, 2}, {joined, 2}, {left, 2}, {exhausted, 2}}
+	consumerFaults = []amount{{killed, 7}, {killedAtPoint, 7}, {terminated, 2}, {joined, 2}, {left, 2}, {exhausted, 2}}
 	serverFaults   = []amount{
-		{stopped, 6}, {crashed, 3}, {backend, 9}, {rabbit, 1}, {broker, 1},
+		{stopped, 5}, {crashed, 2}, {backend, 11}, {rabbit, 1}, {broker, 1},
 		{cut, 3}, {delayed, 2}, {halfOpen, 3}, {limited, 3},
 	}
 )
@@ -53,6 +50,13 @@ type step struct {
 	at    point
 	after int // deliveries
 	bytes int
+}
+
+func (s step) String() string {
+	if s.fault == killedAtPoint {
+		return s.fault + ", " + string(s.at)
+	}
+	return s.fault
 }
 
 // Each of what runs at once has a stream of chance of its own.
@@ -77,7 +81,7 @@ func plan(dice *rand.Rand, amounts []amount) (steps []step) {
 	return steps
 }
 
-// publication is what the producer sends next: 20 % duplicates, early or late, and 5 % another content for a known event.
+// nextOrders is what the producer sends next: 20 % duplicates, early or late, and 5 % another content for a known event.
 func nextOrders(dice *rand.Rand, known []order, n int, name func(i int) string) (batch []order) {
 	for i := range n {
 		o := order{name(i), "first"}
@@ -95,5 +99,3 @@ func nextOrders(dice *rand.Rand, known []order, n int, name func(i int) string) 
 	dice.Shuffle(len(batch), func(i, j int) { batch[i], batch[j] = batch[j], batch[i] })
 	return batch
 }
-
-func isOneOf(fault string, faults []string) bool { return slices.Contains(faults, fault) }

@@ -89,10 +89,7 @@ func (c *cluster) open() error {
 		return err
 	}
 	lines := bufio.NewScanner(output)
-	for lines.Scan() && lines.Text() != ready {
-		report("%s", lines.Text())
-	}
-	if lines.Text() != ready {
+	if !lines.Scan() || lines.Text() != ready {
 		return errors.New("the servers did not start: see above")
 	}
 	if err := c.readAddresses(); err != nil {
@@ -106,7 +103,7 @@ func (c *cluster) open() error {
 func runGuardian() int {
 	if err := script("start.sh", serverNames...); err != nil {
 		report("%v", err)
-		defer fmt.Println("no servers")
+		fmt.Println("not " + ready)
 	} else {
 		fmt.Println(ready)
 	}
@@ -242,7 +239,7 @@ func (c *cluster) heal(server string) error {
 func within(d time.Duration, condition func() bool) bool {
 	deadline := time.NewTimer(d)
 	defer deadline.Stop()
-	again := time.NewTicker(20 * time.Millisecond)
+	again := time.NewTicker(100 * time.Millisecond)
 	defer again.Stop()
 	for !condition() {
 		select {

@@ -2,6 +2,7 @@ package chaos_test
 
 import (
 	"context"
+	"fmt"
 	"net"
 	"net/url"
 	"sync"
@@ -23,6 +24,8 @@ const (
 // transport is what a broker does for consumers and for the judge. Its calls may fail while the broker restarts.
 type transport interface {
 	create(topic string) error
+	// send publishes as a producer without Watermill's publishers; each message may come twice if it fails.
+	send(topic string, messages ...*message.Message) error
 	publisher() (message.Publisher, error)
 	subscriber(topic string) (message.Subscriber, error)
 	// unacked returns how many messages of the topic the broker would deliver (again) if all consumers were gone.
@@ -98,6 +101,26 @@ func (k *kafkaTransport) with(fn func(sarama.Client, sarama.ClusterAdmin) error)
 func (k *kafkaTransport) create(topic string) error {
 	return k.with(func(_ sarama.Client, admin sarama.ClusterAdmin) error {
 		return admin.CreateTopic(topic, &sarama.TopicDetail{NumPartitions: partitions, ReplicationFactor: 1}, false)
+	})
+}
+
+func (k *kafkaTransport) send(topic string, messages ...*message.Message) error {
+	return k.with(func(client sarama.Client, _ sarama.ClusterAdmin) error {
+		producer, err := sarama.NewSyncProducerFromClient(client)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = producer.Close() }()
+		for _, msg := range messages {
+			record, err := kafka.DefaultMarshaler{}.Marshal(topic, msg)
+			if err != nil {
+				return err
+			}
+			if _, _, err := producer.SendMessage(record); err != nil {
+				return err
+			}
+		}
+		return nil
 	})
 }
 
@@ -208,6 +231,30 @@ func (r *rabbitTransport) create(topic string) error {
 	return r.with(func(c *amqp091.Channel) error {
 		_, err := c.QueueDeclare(topic, true, false, false, false, r.config.Queue.Arguments)
 		return err
+	})
+}
+
+func (r *rabbitTransport) send(topic string, messages ...*message.Message) error {
+	return r.with(func(c *amqp091.Channel) error {
+		if err := c.Confirm(false); err != nil {
+			return err
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+		defer cancel()
+		for _, msg := range messages {
+			publishing, err := r.config.Marshaler.Marshal(msg)
+			if err != nil {
+				return err
+			}
+			confirmation, err := c.PublishWithDeferredConfirmWithContext(ctx, "", topic, false, false, publishing)
+			if err != nil {
+				return err
+			}
+			if acked, err := confirmation.WaitContext(ctx); err != nil || !acked {
+				return fmt.Errorf("not confirmed: %w", err)
+			}
+		}
+		return nil
 	})
 }
 

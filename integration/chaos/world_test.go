@@ -35,7 +35,6 @@ type world struct {
 	broker transport
 	pool   *pgxpool.Pool
 
-	publisher message.Publisher
 	mu        sync.Mutex // guards what follows
 	published map[string]order
 	events    map[string]bool
@@ -66,39 +65,33 @@ func newWorld(t *testing.T, transportName string) *world {
 	for _, topic := range []string{w.Orders, w.Labels, w.Dead} {
 		require.NoError(t, w.broker.create(topic))
 	}
-	require.NoError(t, w.openPublisher())
-	t.Cleanup(func() { _ = w.publisher.Close() })
 	return w
 }
 
-func (w *world) openPublisher() (err error) {
-	w.publisher, err = w.broker.publisher()
-	return err
-}
-
-// publish publishes an order, and again as long as the broker does not say that it has it.
-func (w *world) publish(ctx context.Context, o order) error {
-	payload, err := json.Marshal(o)
-	if err != nil {
-		return err
-	}
+// publish publishes orders, and again as long as the broker does not say that it has them.
+func (w *world) publish(ctx context.Context, orders ...order) error {
+	messages := make([]*message.Message, len(orders))
 	w.mu.Lock()
-	publication := fmt.Sprint(len(w.published))
-	w.published[publication], w.events[o.Event] = o, true
-	w.mu.Unlock()
-	for {
-		msg := message.NewMessage(watermill.NewUUID(), payload)
-		msg.Metadata.Set(idempotency.EventIDMetadata, o.Event)
-		msg.Metadata.Set(publicationMetadata, publication)
-		if err = w.publisher.Publish(w.Orders, msg); err == nil {
-			return nil
+	for i, o := range orders {
+		payload, err := json.Marshal(o)
+		if err != nil {
+			return err
 		}
-		select {
-		case <-time.After(100 * time.Millisecond):
-		case <-ctx.Done():
-			return fmt.Errorf("publish to %s: %w", w.Transport, err)
-		}
+		publication := fmt.Sprint(len(w.published))
+		w.published[publication], w.events[o.Event] = o, true
+		messages[i] = message.NewMessage(watermill.NewUUID(), payload)
+		messages[i].Metadata.Set(idempotency.EventIDMetadata, o.Event)
+		messages[i].Metadata.Set(publicationMetadata, publication)
 	}
+	w.mu.Unlock()
+	var err error
+	if !within(patience, func() bool {
+		err = w.broker.send(w.Orders, messages...)
+		return err == nil || ctx.Err() != nil
+	}) || err != nil {
+		return fmt.Errorf("publish to %s: %w", w.Transport, err)
+	}
+	return nil
 }
 
 // contents returns what has been published about each event.

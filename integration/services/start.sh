@@ -317,7 +317,7 @@ start_kafka() {
 	EOF
 	if [ ! -f "$dir/logs/meta.properties" ]; then
 		"$java" -cp "$jars/*" kafka.tools.StorageTool format \
-			-t "$(head -c 16 /dev/urandom | base64 | tr '+/' '-_' | tr -d =)" -c "$dir/server.properties" \
+			-t "$(head -c 16 /dev/urandom | base64 | tr '+/' 'aa' | tr -d =)" -c "$dir/server.properties" \
 			</dev/null >"$dir/format.log" 2>&1 || { tail -n 20 "$dir/format.log" >&2 && die 'formatting the folder of Kafka failed'; }
 	fi
 	(cd "$dir" && exec setsid "$java" -Xmx512m -XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Dorg.slf4j.simpleLogger.defaultLogLevel=warn \
