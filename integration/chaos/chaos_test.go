@@ -73,23 +73,22 @@ func runRound(t *testing.T, seed uint64) {
 	})
 
 	// The faults of each crew, and of the servers, and the load, all at once.
-	loading, loaded := context.WithCancel(ctx)
-	defer loaded()
+	disturbed := make(chan struct{})
 	var faults, load sync.WaitGroup
 	errs := make(chan error, 3*len(crews))
 	for _, c := range crews {
-		load.Go(func() { errs <- c.load(loading, stream(seed, "load on "+c.Transport)) })
+		load.Go(func() { errs <- c.load(ctx, disturbed, stream(seed, "load on "+c.Transport)) })
 		faults.Go(func() { errs <- c.suffer(ctx) })
 	}
 	faults.Go(func() { errs <- sufferServers(ctx, stream(seed, "servers"), crews, counts) })
 	faults.Wait()
-	loaded()
+	close(disturbed)
 	load.Wait()
 	close(errs)
 	for err := range errs {
 		require.NoError(t, err)
 	}
-	disturbed := time.Since(begun)
+	lasted := time.Since(begun)
 
 	t.Run("settle", func(t *testing.T) {
 		for _, c := range crews {
@@ -103,7 +102,7 @@ func runRound(t *testing.T, seed uint64) {
 	})
 	requireNoRaces(t)
 	if !t.Failed() {
-		report("%s", counts.table(seed, disturbed, time.Since(begun)))
+		report("%s", counts.table(seed, lasted, time.Since(begun)))
 	}
 }
 
@@ -183,9 +182,9 @@ func (c *crew) apply(s step) error {
 	i := s.which % len(c.processes)
 	victim := c.processes[i]
 	// Let it work, but not wait for work for long.
-	awaitDeliveries := func(n int) bool {
+	awaitDeliveries := func(n int) {
 		until := victim.deliveries.Load() + int32(n)
-		return within(2*time.Second, func() bool { return victim.deliveries.Load() >= until })
+		within(2*time.Second, func() bool { return victim.deliveries.Load() >= until })
 	}
 	var err error
 	switch s.fault {
@@ -233,21 +232,31 @@ func (c *crew) apply(s step) error {
 	return err
 }
 
-// load publishes as long as the faults last, never much more than is processed.
-func (c *crew) load(ctx context.Context, dice *rand.Rand) error {
+// load publishes until the faults are over, never much more than is processed.
+func (c *crew) load(ctx context.Context, over <-chan struct{}, dice *rand.Rand) error {
 	var known []order
-	for ctx.Err() == nil {
+	for {
 		_, events := c.isPublished()
-		if !within(time.Second, func() bool { return ctx.Err() != nil || events < c.effects(ctx)+15 }) {
-			continue
+		isOver := false
+		within(patience, func() bool {
+			select {
+			case <-over:
+				isOver = true
+			case <-ctx.Done():
+				isOver = true
+			default:
+			}
+			return isOver || events < c.effects(ctx)+15
+		})
+		if isOver {
+			return context.Cause(ctx)
 		}
-		batch := nextOrders(dice, known, 5, func(i int) string { return fmt.Sprintf("%d", events+i) })
-		if err := c.publish(c.Context(), batch...); err != nil {
+		batch := nextOrders(dice, known, 5, func(i int) string { return strconv.Itoa(events + i) })
+		if err := c.publish(ctx, batch...); err != nil {
 			return err
 		}
 		known = append(known, batch...)
 	}
-	return nil
 }
 
 // sufferServers lets the faults of the plan happen to the servers and to the connections, one after the other.
@@ -271,13 +280,13 @@ func applyToServer(ctx context.Context, s step, crews []*crew) error {
 	server := serverNames[s.which%len(serverNames)]
 	switch s.fault {
 	case stopped:
-		return errors.Join(servers.stopImmediately(), servers.restart(postgresql))
+		return errors.Join(servers.stopImmediately(ctx), servers.restart(ctx, postgresql))
 	case crashed:
-		return errors.Join(servers.crash(postgresql), servers.restart(postgresql))
+		return errors.Join(servers.crash(ctx, postgresql), servers.restart(ctx, postgresql))
 	case rabbit:
-		return errors.Join(servers.crash(rabbitmq), servers.restart(rabbitmq))
+		return errors.Join(servers.crash(ctx, rabbitmq), servers.restart(ctx, rabbitmq))
 	case broker:
-		return errors.Join(servers.crash(kafkaName), servers.restart(kafkaName))
+		return errors.Join(servers.crash(ctx, kafkaName), servers.restart(ctx, kafkaName))
 	case backend:
 		c := crews[s.which%len(crews)]
 		if !within(20*time.Second, func() bool {
@@ -307,11 +316,11 @@ func whilePoisoned(ctx context.Context, server, kind, attributes string, c *crew
 		return err
 	}
 	c.awaitProgress(ctx, 3, time.Second)
-	return servers.heal(server)
+	return servers.heal(ctx, server)
 }
 
 // table is the report of a round.
-func (t *tally) table(seed uint64, disturbed, all time.Duration) string {
+func (t *tally) table(seed uint64, lasted, all time.Duration) string {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	var b strings.Builder
@@ -342,7 +351,7 @@ func (t *tally) table(seed uint64, disturbed, all time.Duration) string {
 	row("deliveries", deliveries)
 	row("lost", t.counts["lost"])
 	row("doubled", t.counts["doubled"])
-	row("faults lasted", disturbed.Round(100*time.Millisecond))
+	row("faults lasted", lasted.Round(100*time.Millisecond))
 	row("all took", all.Round(100*time.Millisecond))
 	_ = w.Flush()
 	return b.String()

@@ -37,8 +37,15 @@ var (
 	// consumerFaults happen to the consumers of each transport, at once with those of the others and of the servers.
 	consumerFaults = []amount{{killed, 7}, {killedAtPoint, 7}, {terminated, 2}, {joined, 2}, {left, 2}, {exhausted, 2}}
 	serverFaults   = []amount{
-		{stopped, 5}, {crashed, 2}, {backend, 11}, {rabbit, 1}, {broker, 1},
-		{cut, 3}, {delayed, 2}, {halfOpen, 3}, {limited, 3},
+		{stopped, 5},
+		{crashed, 2},
+		{backend, 11},
+		{rabbit, 1},
+		{broker, 1},
+		{cut, 3},
+		{delayed, 2},
+		{halfOpen, 3},
+		{limited, 3},
 	}
 )
 

@@ -40,13 +40,7 @@ func (t *tally) add(what string, n int) {
 	t.counts[what] += n
 }
 
-func (t *tally) get(what string) int {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return t.counts[what]
-}
-
-// start starts a consumer; it is not ready yet.
+// startProcess starts a consumer; it is not ready yet.
 func (w *world) startProcess(spec consumerSpec, t *tally) (*process, error) {
 	encoded, err := json.Marshal(spec)
 	if err != nil {

@@ -116,7 +116,7 @@ type mortalConn struct {
 func (c *mortalConn) Write(data []byte) (int, error) {
 	n, err := c.Conn.Write(data)
 	if bytes.Contains(data, []byte("; commit\x00")) && c.atCommit.Load() {
-		_, _ = c.Conn.Read(make([]byte, 1024)) // the server has committed once it answers
+		_, _ = c.Read(make([]byte, 1024)) // the server has committed once it answers
 		c.kill()
 	}
 	return n, err
@@ -159,7 +159,7 @@ func (s mortalSubscriber) Subscribe(ctx context.Context, topic string) (<-chan *
 		return nil, err
 	}
 	out := make(chan *message.Message)
-	go func() {
+	go func() { //nolint:contextcheck // the message's context is its own
 		defer close(out)
 		for original := range in {
 			msg := original.Copy()

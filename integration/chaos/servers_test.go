@@ -101,18 +101,19 @@ func (c *cluster) open() error {
 // runGuardian owns the servers: it starts them, and removes them when its standard input ends, also because the test was
 // killed.
 func runGuardian() int {
-	if err := script("start.sh", serverNames...); err != nil {
+	ctx, dir := context.Background(), os.Getenv(directoryVariable)
+	if err := script(ctx, dir, "start.sh", serverNames...); err != nil {
 		report("%v", err)
 		fmt.Println("not " + ready)
 	} else {
 		fmt.Println(ready)
 	}
 	_, _ = io.Copy(io.Discard, os.Stdin)
-	if err := script("stop.sh", "--purge"); err != nil {
+	if err := script(ctx, dir, "stop.sh", "--purge"); err != nil {
 		report("%v", err)
 		return 1
 	}
-	if err := os.RemoveAll(os.Getenv(directoryVariable)); err != nil {
+	if err := os.RemoveAll(dir); err != nil {
 		report("%v", err)
 		return 1
 	}
@@ -145,12 +146,9 @@ func scriptEnvironment(dir string, more ...string) []string {
 	return append(environment, append(more, directoryVariable+"="+dir)...)
 }
 
-func script(name string, arguments ...string) error {
-	return scriptIn(os.Getenv(directoryVariable), name, arguments...)
-}
-
-func scriptIn(dir, name string, arguments ...string) error {
-	ctx, cancel := context.WithTimeout(context.Background(), scriptPatience)
+// script runs one of the scripts for the servers in dir.
+func script(ctx context.Context, dir, name string, arguments ...string) error {
+	ctx, cancel := context.WithTimeout(ctx, scriptPatience)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, scripts+name, arguments...)
 	cmd.Env = scriptEnvironment(dir)
@@ -195,17 +193,21 @@ func (c *cluster) openProxies() error {
 }
 
 // crash ends a server as a crash does, by SIGKILL.
-func (c *cluster) crash(name string) error { return scriptIn(c.dir, "stop.sh", "--kill", name) }
+func (c *cluster) crash(ctx context.Context, name string) error {
+	return script(ctx, c.dir, "stop.sh", "--kill", name)
+}
 
 // restart starts a server that has ended, and waits until it answers.
-func (c *cluster) restart(name string) error { return scriptIn(c.dir, "start.sh", name) }
+func (c *cluster) restart(ctx context.Context, name string) error {
+	return script(ctx, c.dir, "start.sh", name)
+}
 
 // stopImmediately does what "pg_ctl stop -m immediate" does: sessions end, nothing is written down, and the next start
 // recovers. In a container there is no process to be found, and the server is killed.
-func (c *cluster) stopImmediately() error {
+func (c *cluster) stopImmediately(ctx context.Context) error {
 	content, err := os.ReadFile(filepath.Join(c.dir, "data", postgresql, "cluster", "postmaster.pid"))
 	if errors.Is(err, os.ErrNotExist) {
-		return c.crash(postgresql)
+		return c.crash(ctx, postgresql)
 	}
 	if err != nil {
 		return err
@@ -231,8 +233,8 @@ func (c *cluster) poison(server, kind, attributes string) error {
 	return err
 }
 
-func (c *cluster) heal(server string) error {
-	return c.proxies[server].Toxics.RemoveToxic(context.Background(), "fault")
+func (c *cluster) heal(ctx context.Context, server string) error {
+	return c.proxies[server].Toxics.RemoveToxic(ctx, "fault")
 }
 
 // within waits for a condition, and tells whether it came.

@@ -5,7 +5,6 @@ import (
 	"crypto/rand"
 	"encoding/json"
 	"fmt"
-	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -105,12 +104,6 @@ func (w *world) contents() map[string][]string {
 		}
 	}
 	return contents
-}
-
-func (w *world) eventIDs() []string {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return slices.Sorted(maps.Keys(w.events))
 }
 
 func (w *world) isPublished() (messages, events int) {
