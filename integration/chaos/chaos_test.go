@@ -338,7 +338,7 @@ func (t *tally) table(seed uint64, lasted, all time.Duration) string {
 	}
 	row("kills", sum(kills))
 	row("server faults", sum(serverKills))
-	for _, name := range []string{"events", "messages", "effects", "labels", "arrivals", "conflicting messages", "dead letters", "stored copies that kills left behind"} {
+	for _, name := range []string{"events", "messages", "effects", "labels", "arrivals", "conflicting messages", "dead letters", "late duplicates for copies left stored"} {
 		row(name, t.counts[name])
 	}
 	deliveries := 0
