@@ -11,6 +11,9 @@ BENCHFLAGS ?=
 # How often make bench runs all benchmarks. benchstat gives an interval and a p-value from 6 on.
 BENCHCOUNT ?= 6
 
+# How long make chaos runs: a round takes about two minutes on two cores.
+CHAOS_ROUNDS ?= 20
+
 # The root module has no dependency but Watermill; what needs more is a module of its own.
 MODULES := $(dir $(wildcard go.mod amqpmessage/go.mod examples/go.mod integration/go.mod))
 
@@ -44,6 +47,11 @@ test: services ## Start the services, then run all tests of all modules with the
 .PHONY: test-short
 test-short: ## Run the tests that need no server.
 	@$(call run-tests,-race -short)
+
+# With servers of its own, which it restarts, and removes. 20 rounds are more than 1,000 kills.
+.PHONY: chaos
+chaos: ## Kill consumers and restart servers for CHAOS_ROUNDS rounds; CHAOS_SEED repeats one.
+	cd integration && CHAOS_ROUNDS=$(CHAOS_ROUNDS) go test -race -count=1 -timeout 4h -v $(TESTFLAGS) ./chaos
 
 # All benchmarks run in turn, BENCHCOUNT times, so that what changes on the machine meanwhile changes all of them.
 .PHONY: bench

@@ -313,13 +313,14 @@ start_kafka() {
 		transaction.state.log.replication.factor=1
 		transaction.state.log.min.isr=1
 		group.initial.rebalance.delay.ms=0
+		group.min.session.timeout.ms=1000
 	EOF
 	if [ ! -f "$dir/logs/meta.properties" ]; then
 		"$java" -cp "$jars/*" kafka.tools.StorageTool format \
-			-t "$(head -c 16 /dev/urandom | base64 | tr '+/' '-_' | tr -d =)" -c "$dir/server.properties" \
+			-t "$(head -c 16 /dev/urandom | base64 | tr '+/' 'aa' | tr -d =)" -c "$dir/server.properties" \
 			</dev/null >"$dir/format.log" 2>&1 || { tail -n 20 "$dir/format.log" >&2 && die 'formatting the folder of Kafka failed'; }
 	fi
-	(cd "$dir" && exec setsid "$java" -Xmx512m -XX:+UseSerialGC -Dorg.slf4j.simpleLogger.defaultLogLevel=warn \
+	(cd "$dir" && exec setsid "$java" -Xmx512m -XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Dorg.slf4j.simpleLogger.defaultLogLevel=warn \
 		-Dorg.slf4j.simpleLogger.showDateTime=true '-Dorg.slf4j.simpleLogger.dateTimeFormat=yyyy-MM-dd HH:mm:ss.SSS' \
 		-cp "$jars/*" kafka.Kafka "$dir/server.properties" </dev/null >"$dir/log" 2>&1 9>&-) &
 	echo $! >"$dir/pid"
