@@ -184,23 +184,24 @@ func TestTrap31_ClaimsDoNotWaitForAPurge(t *testing.T) {
 func TestTrap31_BatchesAreShort(t *testing.T) {
 	t.Parallel()
 	w := &pgtest.Wire{}
-	b := openKeeping(t, w.Config(t, 2))
+	b := openKeeping(t, w.Config(t, 1))
 	require.NoError(t, b.insert(t.Context(), "shipping", "reference", 1, time.Hour))
 	require.NoError(t, b.insert(t.Context(), "shipping", "old", 2500, 30*day))
-	b.exec(t, `create table {schema}.batch (transaction text primary key, claims int);
+	b.exec(t, `create table {schema}.batch (transaction text primary key, claims int, isolation text);
 		create function {schema}.record() returns trigger language plpgsql as $$ begin
-			insert into {schema}.batch select pg_current_xact_id()::text, count(*) from gone; return null; end $$;
-		create trigger record after delete on {schema}.idempotency_claim referencing old table as gone for each statement execute function {schema}.record()`)
+			insert into {schema}.batch select pg_current_xact_id()::text, count(*), current_setting('transaction_isolation') from gone; return null; end $$;
+		create trigger record after delete on {schema}.idempotency_claim referencing old table as gone for each statement execute function {schema}.record();
+		set session characteristics as transaction read only, isolation level serializable`) // as a handler may leave it
 	require.Equal(t, 2+3*4, w.Count(func() {
 		purged, err := b.store.Purge(t.Context())
 		require.NoError(t, err)
 		require.Equal(t, int64(2500), purged.Claims)
 	})-4, "the horizon and the count of unacked; each batch BEGIN, lock, delete, COMMIT; four statements are prepared")
-	rows, err := b.pool.Query(t.Context(), "select claims from "+b.schema+".batch order by claims desc")
+	rows, err := b.pool.Query(t.Context(), "select claims || ' ' || isolation from "+b.schema+".batch order by claims desc")
 	require.NoError(t, err)
-	batches, err := pgx.CollectRows(rows, pgx.RowTo[int])
+	batches, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	require.NoError(t, err)
-	require.Equal(t, []int{1000, 1000, 500}, batches)
+	require.Equal(t, []string{"1000 read committed", "1000 read committed", "500 read committed"}, batches)
 }
 
 // The session of a purge is killed in the middle of its second batch: the first one stays, the second one is undone, and
