@@ -69,8 +69,9 @@ func ExampleStore_Clean() {
 		log.Print(err)
 		return
 	}
+	logger := watermill.NewSlogLogger(nil)
 	cleaned := make(chan error, 1)
-	go func() { cleaned <- store.Clean(ctx, time.Minute, watermill.NewSlogLogger(nil)) }()
+	go func() { cleaned <- store.Clean(ctx, time.Minute, logger) }()
 	// ... router.Run(ctx)
 	if err := <-cleaned; err != nil {
 		log.Print(err)

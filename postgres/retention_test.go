@@ -27,9 +27,9 @@ import (
 
 const day = 24 * time.Hour
 
-func openKeeping(t *testing.T, config *pgxpool.Config, opts ...postgres.Option) backend {
+func openKeeping(t *testing.T, config *pgxpool.Config) backend {
 	t.Helper()
-	return open(t, config, append(opts, postgres.WithRetention(retentiontest.Keep))...)
+	return open(t, config, postgres.WithRetention(retentiontest.Keep))
 }
 
 // insert inserts n claims, made age ago.
@@ -53,12 +53,27 @@ func (b backend) requireCount(t *testing.T, prefix string, want int) {
 
 func TestTrap31_Retention(t *testing.T) {
 	t.Parallel()
-	suite := func(config func(t *testing.T) *pgxpool.Config) func(*testing.T) {
-		return func(t *testing.T) {
+	for name, test := range map[string]struct {
+		server string
+		change func(*pgxpool.Config)
+	}{
+		"default": {pgtest.URLVariable, func(*pgxpool.Config) {}},
+		"simple protocol": {pgtest.URLVariable, func(c *pgxpool.Config) {
+			c.ConnConfig.DefaultQueryExecMode = pgx.QueryExecModeSimpleProtocol
+		}},
+		"repeatable read, newest server": {pgtest.URL18Variable, func(c *pgxpool.Config) {
+			c.ConnConfig.RuntimeParams["default_transaction_isolation"] = "repeatable read"
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			retentiontest.Run(t, func(t *testing.T) retentiontest.Backend {
 				t.Helper()
-				b := openKeeping(t, config(t))
+				config, err := pgxpool.ParseConfig(pgtest.URL(t, test.server))
+				require.NoError(t, err)
+				config.MaxConns = 8
+				test.change(config)
+				b := openKeeping(t, config)
 				return retentiontest.Backend{
 					Store: b.store, Insert: b.insert, Count: b.count,
 					Age: func(ctx context.Context, key idempotency.Key, age time.Duration) error {
@@ -68,21 +83,8 @@ func TestTrap31_Retention(t *testing.T) {
 					},
 				}
 			})
-		}
+		})
 	}
-	t.Run("default", suite(func(t *testing.T) *pgxpool.Config { return pgtest.Config(t, 8) }))
-	t.Run("simple protocol", suite(func(t *testing.T) *pgxpool.Config {
-		config := pgtest.Config(t, 8)
-		config.ConnConfig.DefaultQueryExecMode = pgx.QueryExecModeSimpleProtocol
-		return config
-	}))
-	t.Run("repeatable read, newest server", suite(func(t *testing.T) *pgxpool.Config {
-		config, err := pgxpool.ParseConfig(pgtest.URL(t, pgtest.URL18Variable))
-		require.NoError(t, err)
-		config.MaxConns = 8
-		config.ConnConfig.RuntimeParams["default_transaction_isolation"] = "repeatable read"
-		return config
-	}))
 }
 
 func TestWithRetentionMustBePositive(t *testing.T) {
