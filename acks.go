@@ -18,8 +18,8 @@ const (
 	ackInterval = 100 * time.Millisecond
 	// ackBatch is how many keys go to the store at once.
 	ackBatch = 500
-	// ackBacklog is how many acked keys are kept while the database cannot be reached. What is dropped stays stored until
-	// retention removes it, and a late duplicate would publish it again.
+	// ackBacklog is how many acked keys are kept while the database cannot be reached. What is dropped stays stored, and
+	// a late duplicate would publish it again; the stores have a method Unacked that finds it.
 	ackBacklog = 100_000
 )
 
@@ -121,7 +121,7 @@ func (q *ackQueue) trim() {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if excess := len(q.pending) - ackBacklog; excess > 0 {
-		q.logger.Error("idempotency: too many acks wait for the database: the oldest produced messages stay stored until retention removes them", nil,
+		q.logger.Error("idempotency: too many acks wait for the database: the oldest produced messages stay stored, see Unacked of the store", nil,
 			watermill.LogFields{"dropped": excess})
 		q.pending = slices.Delete(q.pending, 0, excess)
 	}

@@ -24,7 +24,13 @@
 // # Privileges
 //
 // The service's role needs usage on the schema, select and insert on the claim table, and select, insert and delete on the
-// table of produced messages. [Migrate] needs to create.
+// table of produced messages. [Migrate] needs to create. [Store.Purge] and [Store.Clean] need delete and update on the claim
+// table as well, and [Store.Forget] delete.
+//
+// # Retention
+//
+// Claims are kept for ever, or for as long as [WithRetention] says, if somebody purges: [Store.Clean] in the service, or
+// [Store.Purge] from a job. [Store.Stats], [Store.Unacked], [Store.Lookup] and [Store.Forget] are for operators.
 //
 // # PgBouncer
 //

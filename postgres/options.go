@@ -67,7 +67,7 @@ func WithAcquireTimeout(d time.Duration) Option {
 // An event that comes again after its claim is gone is processed again. So let d be longer than an event can take to come
 // again: the time that the broker keeps it (retention of a Kafka topic that is replayed, of a queue or stream), plus the
 // longest outage of the consumer, plus the age at which somebody still replays a dead-letter queue. A week is a common
-// choice, and costs PostgreSQL about 300 bytes for each event. [idempotency.WithReplayHorizon] refuses events that are older
+// choice, and costs PostgreSQL about 280 bytes for each event. [idempotency.WithReplayHorizon] refuses events that are older
 // than what is kept.
 func WithRetention(d time.Duration) Option {
 	return optionFunc(func(c *config) { c.retention = &d })

@@ -123,8 +123,8 @@ func (s *Store) withConn(ctx context.Context, do func(conn *pgxpool.Conn) error)
 	return do(conn)
 }
 
-// write runs do in a transaction whose isolation and access are not those that the session has by default: stricter ones
-// would make it fail for no reason.
+// write runs do in a transaction with an isolation level and an access mode of its own: those that a handler has left in the
+// session may make it fail for no reason.
 func (s *Store) write(ctx context.Context, do func(tx pgx.Tx) error) error {
 	return s.withConn(ctx, func(conn *pgxpool.Conn) error {
 		return pgx.BeginTxFunc(ctx, conn, pgx.TxOptions{IsoLevel: pgx.ReadCommitted, AccessMode: pgx.ReadWrite}, do)

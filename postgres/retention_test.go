@@ -27,9 +27,9 @@ import (
 
 const day = 24 * time.Hour
 
-func openKeeping(t *testing.T, config *pgxpool.Config, opts ...postgres.Option) backend {
+func openKeeping(t *testing.T, config *pgxpool.Config) backend {
 	t.Helper()
-	return open(t, config, append(opts, postgres.WithRetention(retentiontest.Keep))...)
+	return open(t, config, postgres.WithRetention(retentiontest.Keep))
 }
 
 // insert inserts n claims, made age ago.
@@ -53,12 +53,27 @@ func (b backend) requireCount(t *testing.T, prefix string, want int) {
 
 func TestTrap31_Retention(t *testing.T) {
 	t.Parallel()
-	suite := func(config func(t *testing.T) *pgxpool.Config) func(*testing.T) {
-		return func(t *testing.T) {
+	for name, test := range map[string]struct {
+		server string
+		change func(*pgxpool.Config)
+	}{
+		"default": {pgtest.URLVariable, func(*pgxpool.Config) {}},
+		"simple protocol": {pgtest.URLVariable, func(c *pgxpool.Config) {
+			c.ConnConfig.DefaultQueryExecMode = pgx.QueryExecModeSimpleProtocol
+		}},
+		"repeatable read, newest server": {pgtest.URL18Variable, func(c *pgxpool.Config) {
+			c.ConnConfig.RuntimeParams["default_transaction_isolation"] = "repeatable read"
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			retentiontest.Run(t, func(t *testing.T) retentiontest.Backend {
 				t.Helper()
-				b := openKeeping(t, config(t))
+				config, err := pgxpool.ParseConfig(pgtest.URL(t, test.server))
+				require.NoError(t, err)
+				config.MaxConns = 8
+				test.change(config)
+				b := openKeeping(t, config)
 				return retentiontest.Backend{
 					Store: b.store, Insert: b.insert, Count: b.count,
 					Age: func(ctx context.Context, key idempotency.Key, age time.Duration) error {
@@ -68,21 +83,8 @@ func TestTrap31_Retention(t *testing.T) {
 					},
 				}
 			})
-		}
+		})
 	}
-	t.Run("default", suite(func(t *testing.T) *pgxpool.Config { return pgtest.Config(t, 8) }))
-	t.Run("simple protocol", suite(func(t *testing.T) *pgxpool.Config {
-		config := pgtest.Config(t, 8)
-		config.ConnConfig.DefaultQueryExecMode = pgx.QueryExecModeSimpleProtocol
-		return config
-	}))
-	t.Run("repeatable read, newest server", suite(func(t *testing.T) *pgxpool.Config {
-		config, err := pgxpool.ParseConfig(pgtest.URL(t, pgtest.URL18Variable))
-		require.NoError(t, err)
-		config.MaxConns = 8
-		config.ConnConfig.RuntimeParams["default_transaction_isolation"] = "repeatable read"
-		return config
-	}))
 }
 
 func TestWithRetentionMustBePositive(t *testing.T) {
@@ -184,23 +186,24 @@ func TestTrap31_ClaimsDoNotWaitForAPurge(t *testing.T) {
 func TestTrap31_BatchesAreShort(t *testing.T) {
 	t.Parallel()
 	w := &pgtest.Wire{}
-	b := openKeeping(t, w.Config(t, 2))
+	b := openKeeping(t, w.Config(t, 1))
 	require.NoError(t, b.insert(t.Context(), "shipping", "reference", 1, time.Hour))
 	require.NoError(t, b.insert(t.Context(), "shipping", "old", 2500, 30*day))
-	b.exec(t, `create table {schema}.batch (transaction text primary key, claims int);
+	b.exec(t, `create table {schema}.batch (transaction text primary key, claims int, isolation text);
 		create function {schema}.record() returns trigger language plpgsql as $$ begin
-			insert into {schema}.batch select pg_current_xact_id()::text, count(*) from gone; return null; end $$;
-		create trigger record after delete on {schema}.idempotency_claim referencing old table as gone for each statement execute function {schema}.record()`)
+			insert into {schema}.batch select pg_current_xact_id()::text, count(*), current_setting('transaction_isolation') from gone; return null; end $$;
+		create trigger record after delete on {schema}.idempotency_claim referencing old table as gone for each statement execute function {schema}.record();
+		set session characteristics as transaction read only, isolation level serializable`) // as a handler may leave it
 	require.Equal(t, 2+3*4, w.Count(func() {
 		purged, err := b.store.Purge(t.Context())
 		require.NoError(t, err)
 		require.Equal(t, int64(2500), purged.Claims)
 	})-4, "the horizon and the count of unacked; each batch BEGIN, lock, delete, COMMIT; four statements are prepared")
-	rows, err := b.pool.Query(t.Context(), "select claims from "+b.schema+".batch order by claims desc")
+	rows, err := b.pool.Query(t.Context(), "select claims || ' ' || isolation from "+b.schema+".batch order by claims desc")
 	require.NoError(t, err)
-	batches, err := pgx.CollectRows(rows, pgx.RowTo[int])
+	batches, err := pgx.CollectRows(rows, pgx.RowTo[string])
 	require.NoError(t, err)
-	require.Equal(t, []int{1000, 1000, 500}, batches)
+	require.Equal(t, []string{"1000 read committed", "1000 read committed", "500 read committed"}, batches)
 }
 
 // The session of a purge is killed in the middle of its second batch: the first one stays, the second one is undone, and

@@ -25,6 +25,11 @@
 // context that they were called for as far as the driver watches the context of [sql.DB.BeginTx], as pgx does; they wait
 // for a statement that a goroutine of the handler still runs, and for a file system that hangs.
 //
+// # Retention
+//
+// Claims are kept for ever, or for as long as [WithRetention] says, if somebody purges: [Store.Clean] in the service, or
+// [Store.Purge] from a job. [Store.Stats], [Store.Unacked], [Store.Lookup] and [Store.Forget] are for operators.
+//
 // # PostgreSQL
 //
 // The tables and privileges are those of package postgres, and so are the checks of [New]: a service can go from one to

@@ -176,14 +176,20 @@ func (postgreSQL) classify(err error) (fault idempotency.Fault, known bool) {
 	return sqlstate.Classify(code), code != ""
 }
 
-// write has an isolation level of its own: the session's default may be one that makes it fail for no reason.
+// write has an isolation level and an access mode of its own: those that a handler has left in the session may make it fail
+// for no reason.
 func (postgreSQL) write(ctx context.Context, db *sql.DB, c *config, do func(tx *sql.Tx) error) error {
 	conn, err := acquire(ctx, db, c.acquireTimeout)
 	if err != nil {
 		return err
 	}
 	defer func() { _ = conn.Close() }()
-	return inTx(ctx, conn, sql.LevelReadCommitted, do)
+	return inTx(ctx, conn, sql.LevelReadCommitted, func(tx *sql.Tx) error {
+		if _, err := tx.ExecContext(ctx, "set transaction read write"); err != nil {
+			return err
+		}
+		return do(tx)
+	})
 }
 
 func (postgreSQL) purge(ctx context.Context, tx *sql.Tx, s *retention.Statements, from, before time.Time, limit int) (removed int64, last time.Time, err error) {

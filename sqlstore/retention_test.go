@@ -109,3 +109,17 @@ func TestTrap31_KilledInTheMiddle(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, idempotency.Purged{Claims: 1500}, purged)
 }
+
+func TestTrap35_PurgeInASessionThatAHandlerHasChanged(t *testing.T) {
+	t.Parallel()
+	b, keeping := openKeeping(t, parse(t, pgtest.URLVariable), 1)
+	require.NoError(t, keeping.Insert(t.Context(), "shipping", "reference", 1, time.Hour))
+	require.NoError(t, keeping.Insert(t.Context(), "shipping", "old", 2, 30*day))
+	b.exec(t, "set session characteristics as transaction read only, isolation level serializable; set search_path to elsewhere")
+	existed, err := b.store.Forget(t.Context(), idempotency.Key{SubscriberID: "shipping", EventID: "old1"})
+	require.NoError(t, err)
+	require.True(t, existed)
+	purged, err := b.store.Purge(t.Context())
+	require.NoError(t, err)
+	require.Equal(t, idempotency.Purged{Claims: 1}, purged)
+}

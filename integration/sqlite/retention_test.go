@@ -95,20 +95,25 @@ func TestTrap31_IndexesAreUsed(t *testing.T) {
 			"remove":        {operator.Remove, "SEARCH c USING COVERING INDEX idempotency_claim_claimed_at (claimed_at>? AND claimed_at<?)"},
 			"count unacked": {operator.CountUnacked, "CO-ROUTINE p"},
 		} {
-			rows, err := b.db.QueryContext(t.Context(), "explain query plan "+test.statement, "2026-01-01T00:00:00.000Z", "2026-01-02T00:00:00.000Z", 1000)
-			require.NoError(t, err)
-			var plan []string
-			for rows.Next() {
-				var id, parent, unused int
-				var detail string
-				require.NoError(t, rows.Scan(&id, &parent, &unused, &detail))
-				plan = append(plan, detail)
-			}
-			require.NoError(t, rows.Err())
-			require.NoError(t, rows.Close())
+			plan := b.plan(t, test.statement)
 			require.Contains(t, plan, test.want, name)
 			require.NotContains(t, strings.Join(plan, "\n"), "SCAN c", name)
 			require.NotContains(t, strings.Join(plan, "\n"), "SCAN idempotency_claim", name)
 		}
 	}
+}
+
+func (b backend) plan(t *testing.T, statement string) (plan []string) {
+	t.Helper()
+	rows, err := b.db.QueryContext(t.Context(), "explain query plan "+statement, "2026-01-01T00:00:00.000Z", "2026-01-02T00:00:00.000Z", 1000)
+	require.NoError(t, err)
+	defer func() { require.NoError(t, rows.Close()) }()
+	for rows.Next() {
+		var id, parent, unused int
+		var detail string
+		require.NoError(t, rows.Scan(&id, &parent, &unused, &detail))
+		plan = append(plan, detail)
+	}
+	require.NoError(t, rows.Err())
+	return plan
 }

@@ -10,8 +10,8 @@ import (
 
 // Operator returns the statements of retention and of the operator's methods.
 func (t Tables) Operator() retention.Statements {
-	// The subquery with an offset is executed for each event, by the primary key. A plain join would read all claims when
-	// the statistics say that there are many unacked events; and there are fewer of them than of claims at any time.
+	// The subquery with an offset is executed for each event, by the primary key. A plain join may read all claims, when
+	// statistics tell of many unacked events.
 	unacked := "(select p.subscriber_id, p.event_id, c.topic, c.claimed_at, p.messages" +
 		" from (select subscriber_id, event_id, pg_catalog.count(*) as messages from " + t.Produced + " group by subscriber_id, event_id) p" +
 		" left join lateral (select c.topic, c.claimed_at from " + t.Claim + " c" +

@@ -113,10 +113,9 @@ func Clean(ctx context.Context, interval time.Duration, logger watermill.LoggerA
 	wait := rand.N(interval) //nolint:gosec // jitter: instances that start together do not purge together
 	for pause(ctx, wait) == nil {
 		p, err := purge(ctx)
-		if ctx.Err() != nil {
-			break
+		if ctx.Err() == nil {
+			c.report(p, err)
 		}
-		c.report(p, err)
 		wait = interval * time.Duration(min(1<<min(c.failures, 30), maxBackoff))
 		wait += rand.N(wait/4 + 1) //nolint:gosec // jitter
 	}
