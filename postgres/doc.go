@@ -12,7 +12,7 @@
 // # Cost
 //
 // BEGIN and the claim go to the server together: a new event takes the round trips of a plain transaction. A duplicate
-// takes two, and writes nothing. Messages that a handler returns take one more, to be stored.
+// takes two, and writes nothing. Messages that a handler returns are stored in the round trip of COMMIT.
 //
 // # Pool size
 //

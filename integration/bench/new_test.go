@@ -9,6 +9,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -59,6 +60,49 @@ func BenchmarkNew(b *testing.B) {
 		if place.distance == 0 {
 			b.Run(name+"pgbench", func(b *testing.B) { runPgbench(b, setup(b, place.conns), place.conns) })
 		}
+	}
+}
+
+// BenchmarkRatio compares new events within one run: the implementations take turns of a few messages each, so that what
+// else happens on the machine meets all of them, and the medians of their turns are compared. ns/op is the middleware's.
+func BenchmarkRatio(b *testing.B) {
+	for _, place := range []struct {
+		conns    int
+		distance time.Duration
+	}{{1, 0}, {8, 0}, {32, 0}, {1, time.Millisecond}} {
+		b.Run(fmt.Sprintf("conns=%d/added=%v", place.conns, place.distance), func(b *testing.B) {
+			turn := 4 * place.conns
+			names := []string{"plain", "handwritten", "middleware"}
+			var ways []func(eventID string) error
+			for _, name := range names {
+				f := setupAt(b, at(b, place.conns, place.distance))
+				way := map[string]func(eventID string) error{
+					"plain":       func(eventID string) error { return f.plain(b.Context(), eventID) },
+					"handwritten": func(eventID string) error { return f.byHand(b.Context(), eventID) },
+					"middleware":  deliver(newMiddleware(b, f.store).Middleware(f.handler())),
+				}[name]
+				require.NoError(b, each(place.conns, 2*turn, func(i int) error { return way(fmt.Sprintf("warm-%d", i)) }))
+				ways = append(ways, way)
+			}
+			times := make([][]time.Duration, len(ways))
+			b.ResetTimer()
+			for done := 0; done < b.N; done += turn {
+				for w := range ways {
+					w = (w + done/turn) % len(ways) // nobody is always the first
+					began := time.Now()
+					require.NoError(b, each(place.conns, turn, func(i int) error { return ways[w](fmt.Sprintf("event-%012d", done+i)) }))
+					times[w] = append(times[w], time.Since(began)/time.Duration(turn))
+				}
+			}
+			b.StopTimer()
+			median := func(w int) float64 {
+				slices.Sort(times[w])
+				return float64(times[w][len(times[w])/2])
+			}
+			b.ReportMetric(median(2), "ns/op")
+			b.ReportMetric(median(2)/median(0), "middleware/plain")
+			b.ReportMetric(median(2)/median(1), "middleware/handwritten")
+		})
 	}
 }
 
