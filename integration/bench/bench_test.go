@@ -185,7 +185,7 @@ type distant struct {
 func (c *distant) Write(data []byte) (int, error) {
 	if c.hasRead { // a round trip begins with the first write after a read
 		c.hasRead = false
-		time.Sleep(c.by)
+		<-time.After(c.by)
 	}
 	return c.Conn.Write(data)
 }

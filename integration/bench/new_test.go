@@ -149,7 +149,7 @@ func runPgbench(b *testing.B, f *fixture, conns int) {
 
 	each := max(1, b.N/conns)
 	b.ResetTimer()
-	out, err := exec.CommandContext(b.Context(), "pgbench", "--no-vacuum", "--protocol=prepared", "--file="+file, //nolint:gosec // our own file
+	out, err := exec.CommandContext(b.Context(), "pgbench", "--no-vacuum", "--protocol=prepared", "--file="+file,
 		fmt.Sprintf("--client=%d", conns), fmt.Sprintf("--transactions=%d", each), pgtest.URL(b, pgtest.URLVariable)).CombinedOutput()
 	b.StopTimer()
 	require.NoError(b, err, "%s", out)
