@@ -78,7 +78,7 @@ func keyOf(eventID string) idempotency.Key {
 
 func bounded(t *testing.T) context.Context {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute) // SQLite in Go is slow under the race detector
 	t.Cleanup(cancel)
 	return ctx
 }
