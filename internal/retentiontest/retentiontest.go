@@ -56,6 +56,7 @@ func Run(t *testing.T, open func(t *testing.T) Backend) {
 		{"purge/while claiming", testPurgeWhileClaiming},
 		{"purge/two at once", testPurgeTwice},
 		{"purge/ends with its context", testPurgeEnds},
+		{"purge/and the replay horizon", testHorizon},
 		{"clean", testClean},
 		{"operator/lookup", testLookup},
 		{"operator/forget", testForget},
