@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"strings"
-	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -236,7 +235,7 @@ func requireLockWait(t *testing.T, b backend) {
 
 func TestTrap30_PoolThatIsTooSmallIsABoundedWait(t *testing.T) {
 	t.Parallel()
-	b := open(t, pgtest.Config(t, 1), postgres.WithAcquireTimeout(50*time.Millisecond))
+	b := open(t, pgtest.Config(t, 1), postgres.WithAcquireTimeout(500*time.Millisecond))
 	tx, _ := b.claim(t, claimOf("1"))
 	_, _, err := claim(t, b.store, claimOf("2"))
 	require.ErrorIs(t, err, postgres.ErrPoolExhausted)
@@ -250,13 +249,18 @@ func TestTrap30_PoolThatIsTooSmallIsABoundedWait(t *testing.T) {
 // Two messages that each hold the only connections and want one more would wait for each other for ever.
 func TestTrap30_HandlersThatTakeASecondConnection(t *testing.T) {
 	t.Parallel()
-	b := open(t, pgtest.Config(t, 2), postgres.WithAcquireTimeout(100*time.Millisecond))
-	var nested atomic.Int64
-	var inside sync.WaitGroup
-	inside.Add(2)
+	b := open(t, pgtest.Config(t, 2), postgres.WithAcquireTimeout(time.Second))
+	var nested, inside atomic.Int64
+	taken := make(chan struct{})
 	handle := b.middleware(t).Middleware(idempotency.Handler(func(ctx context.Context, _ pgx.Tx, msg *message.Message) ([]*message.Message, error) {
-		inside.Done()
-		inside.Wait() // both connections are taken
+		if inside.Add(1) == 2 {
+			close(taken)
+		}
+		select {
+		case <-taken: // both connections
+		case <-time.After(10 * time.Second):
+			return nil, errors.New("the other message has no connection")
+		}
 		tx, _, err := b.store.Claim(ctx, claimOf("nested "+msg.UUID))
 		if err == nil {
 			nested.Add(1)

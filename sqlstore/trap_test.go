@@ -279,7 +279,7 @@ func TestTrap13_ConflictsAreTold(t *testing.T) {
 
 func TestTrap30_PoolThatIsTooSmallIsABoundedWait(t *testing.T) {
 	t.Parallel()
-	b := open(t, parse(t, pgtest.URLVariable), 1, sqlstore.WithAcquireTimeout(50*time.Millisecond))
+	b := open(t, parse(t, pgtest.URLVariable), 1, sqlstore.WithAcquireTimeout(500*time.Millisecond))
 	tx, _ := b.claim(t, claimOf("1"))
 	_, _, err := b.store.Claim(t.Context(), claimOf("2"))
 	require.ErrorIs(t, err, sqlstore.ErrPoolExhausted)
