@@ -68,6 +68,10 @@ bench: services ## Run the benchmarks BENCHCOUNT times against the services, the
 bench-large: services ## Measure claims beside up to 50 million records, and purging (an hour; IDEMPOTENCY_BENCH_RECORDS="0 1000000" for less).
 	@. '$(SERVICES_DIR)/env'; cd integration && go test -run '^$$' -bench Large -timeout 6h $(BENCHFLAGS) ./bench
 
+.PHONY: model
+model: ## Check a model of the protocol, and that each broken protocol is refuted. Needs spin.
+	@docs/model/check.sh
+
 .PHONY: lint
 lint: ## Run go vet and golangci-lint in all modules.
 	$(call each,go vet ./...)

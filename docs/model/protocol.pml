@@ -246,26 +246,22 @@ claim:
 #endif
 		goto publishing;
 
-		/* The record of a duplicate. */
+		/* The record of a duplicate, */
 duplicate:
-#ifdef RECORD_BEFORE_PRODUCED
-		if
-		:: !claimed[e] -> goto claim
-		:: else -> skip
-		fi;
-#endif
 		atomic {
+			late = removed[e] || to_remove(me, e);
 			if
-#ifndef RECORD_BEFORE_PRODUCED
 			:: !claimed[e] -> goto claim	/* purged since */
-#endif
 #ifndef NO_FINGERPRINT
 			:: claimed[e] && fingerprint[e] != content_of(m) -> assert(processed[e] != content_of(m)); goto refuse
 #endif
 			:: else
-			fi;
+			fi
+		};
+
+		/* and what the event has produced, read apart. */
+		atomic {
 			u = stored[e];
-			late = removed[e] || to_remove(me, e);
 #ifndef NO_ACKED_CHECK
 			if
 			:: to_remove(me, e) -> u = 0	/* acked by this process */
@@ -359,10 +355,15 @@ inline sweep(c, e)
 #else
 #define outlived(e)	old[e]
 #endif
+#ifdef PURGED_UNACKED
+#define confirmed(e)	1
+#else
+#define confirmed(e)	!stored[e]
+#endif
 
 inline purge(e)
 {
-	d_step { claimed[e] && outlived(e) -> claimed[e] = 0; fingerprint[e] = 0; stored[e] = 0 }
+	d_step { claimed[e] && outlived(e) && confirmed(e) -> claimed[e] = 0; fingerprint[e] = 0; stored[e] = 0 }
 }
 
 /* What happens beside the consumers, at any time. */
@@ -388,7 +389,7 @@ end_world:
 	:: sweep(1, 2)
 #endif
 
-	/* Events become older than the horizon, and their records are purged. */
+	/* Events become older than the horizon, and their records are purged, but for those with stored messages. */
 	:: atomic { !old[1] -> old[1] = 1 }
 	:: purge(1)
 #if SCENARIO == 2
@@ -398,7 +399,8 @@ end_world:
 	od
 }
 
-#define kept(m)	(message[m] != acked || effects[event_of(m)] == 1 && published[event_of(m)] != 0)
+#define kept(m)		(message[m] != acked || effects[event_of(m)] == 1)
+#define told(e)		(effects[e] == 0 || published[e] != 0)
 
 /* In the end, nothing is owed. That every run comes to an end is checked by looking for cycles. */
 active proctype End()
@@ -407,6 +409,7 @@ active proctype End()
 	d_step {
 		assert(message[0] != owed && message[1] != owed && message[2] != owed);
 		assert(kept(0) && kept(1) && kept(2));
+		assert(told(1) && told(2));
 		assert(!tx[0].event && !tx[1].event && !tx[2].event && !tx[3].event)
 	}
 }
