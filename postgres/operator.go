@@ -2,7 +2,6 @@ package postgres
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"math"
 	"time"
@@ -18,25 +17,7 @@ import (
 // Lookup returns the record of an event, with its stored produced messages, or nil if there is no committed claim of it.
 func (s *Store) Lookup(ctx context.Context, key idempotency.Key) (record *idempotency.Record, err error) {
 	batch := &pgx.Batch{}
-	batch.Queue(s.sql.record, key.SubscriberID, key.EventID).QueryRow(func(row pgx.Row) error {
-		r := idempotency.Record{Key: key}
-		err := row.Scan(&r.ClaimedAt, &r.Topic, &r.Fingerprint)
-		if errors.Is(err, pgx.ErrNoRows) {
-			return nil
-		}
-		record = &r
-		return err
-	})
-	batch.Queue(s.sql.produced, key.SubscriberID, key.EventID).Query(func(rows pgx.Rows) error {
-		for record != nil && rows.Next() {
-			msg, err := scanMessage(rows)
-			if err != nil {
-				return err
-			}
-			record.Produced = append(record.Produced, msg)
-		}
-		return rows.Err()
-	})
+	s.sql.queueRecord(batch, key, &record)
 	err = s.withConn(ctx, func(conn *pgxpool.Conn) error { return conn.SendBatch(ctx, batch).Close() })
 	if err != nil {
 		return nil, fmt.Errorf("postgres: Lookup: %w", err)
@@ -47,7 +28,8 @@ func (s *Store) Lookup(ctx context.Context, key idempotency.Key) (record *idempo
 // Forget removes the claim of an event and its stored produced messages, and tells whether there was a claim. The event is
 // then new: its next delivery, or one that has met the claim and has not returned yet, runs the handler once more. So
 // undo by hand what the handler did, or know that it may happen twice. Messages that were stored and not published are
-// lost. An instance that keeps records in memory (package dupcache) takes the event for a duplicate for as long as it does. A delivery that has not committed yet is not affected.
+// lost. An instance that keeps records in memory (package dupcache) takes the event for a duplicate for as long as it does.
+// A delivery that has not committed yet is not affected.
 //
 // The role needs select and delete on both tables.
 func (s *Store) Forget(ctx context.Context, key idempotency.Key) (existed bool, err error) {

@@ -28,7 +28,7 @@ type Store struct {
 var _ idempotency.Store = (*Store)(nil)
 
 type statements struct {
-	begin, claim, record, produced, produce, held, acked string
+	begin, claim, record, produce, held, acked string
 }
 
 const (
@@ -82,9 +82,10 @@ func New(ctx context.Context, pool *pgxpool.Pool, opts ...Option) (*Store, error
 			begin: begin,
 			claim: "insert into " + t.Claim + " (subscriber_id, event_id, topic, fingerprint) values ($1, $2, $3, $4)" +
 				" on conflict (subscriber_id, event_id) do nothing returning " + mark,
-			record: "select claimed_at, topic, fingerprint from " + t.Claim + " where subscriber_id = $1 and event_id = $2",
-			produced: "select uuid, metadata, payload from " + t.Produced +
-				" where subscriber_id = $1 and event_id = $2 order by position",
+			// One statement, so that the record and its messages are seen at one time, and for the price of one.
+			record: "select c.claimed_at, c.topic, c.fingerprint, p.uuid, p.metadata, p.payload from " + t.Claim + " c" +
+				" left join " + t.Produced + " p on p.subscriber_id = c.subscriber_id and p.event_id = c.event_id" +
+				" where c.subscriber_id = $1 and c.event_id = $2 order by p.position",
 			produce: "insert into " + t.Produced + " (subscriber_id, event_id, position, uuid, metadata, payload)" +
 				" select $1, $2, m.position, m.uuid, m.metadata, m.payload" +
 				" from rows from (pg_catalog.unnest($3::text[]), pg_catalog.unnest($4::bytea[]), pg_catalog.unnest($5::bytea[])) with ordinality m (uuid, metadata, payload, position)",
@@ -157,46 +158,45 @@ func (t *tx) begin(ctx context.Context, c idempotency.Claim) (claimed bool, err 
 }
 
 // duplicate reads the record and ends the transaction, in one round trip.
-func (t *tx) duplicate(ctx context.Context) (*idempotency.Record, error) {
-	record := &idempotency.Record{Key: t.claim}
+func (t *tx) duplicate(ctx context.Context) (record *idempotency.Record, err error) {
 	batch := &pgx.Batch{}
-	batch.Queue(t.sql.record, t.claim.SubscriberID, t.claim.EventID).QueryRow(func(row pgx.Row) error {
-		err := row.Scan(&record.ClaimedAt, &record.Topic, &record.Fingerprint)
-		if errors.Is(err, pgx.ErrNoRows) {
-			return errVanished
-		}
-		return err
-	})
-	batch.Queue(t.sql.produced, t.claim.SubscriberID, t.claim.EventID).Query(func(rows pgx.Rows) error {
-		for rows.Next() {
-			msg, err := scanMessage(rows)
-			if err != nil {
-				return err
-			}
-			record.Produced = append(record.Produced, msg)
-		}
-		return rows.Err()
-	})
+	t.sql.queueRecord(batch, t.claim, &record)
 	batch.Queue(endsUncommitted)
 	if err := t.conn.SendBatch(ctx, batch).Close(); err != nil {
 		return nil, err
 	}
+	if record == nil {
+		return nil, errVanished
+	}
 	return record, nil
 }
 
-func scanMessage(rows pgx.Rows) (*message.Message, error) {
-	var uuid string
-	var encoded, payload []byte
-	if err := rows.Scan(&uuid, &encoded, &payload); err != nil {
-		return nil, err
-	}
-	decoded, err := metadata.Decode(encoded)
-	if err != nil {
-		return nil, err
-	}
-	msg := message.NewMessage(uuid, payload)
-	msg.Metadata = decoded
-	return msg, nil
+// queueRecord queues the reading of a record, with its messages; it stays nil if there is none.
+func (s *statements) queueRecord(batch *pgx.Batch, key idempotency.Key, record **idempotency.Record) {
+	batch.Queue(s.record, key.SubscriberID, key.EventID).Query(func(rows pgx.Rows) error {
+		for rows.Next() {
+			r := &idempotency.Record{Key: key}
+			var uuid *string // null if nothing is stored
+			var encoded, payload []byte
+			if err := rows.Scan(&r.ClaimedAt, &r.Topic, &r.Fingerprint, &uuid, &encoded, &payload); err != nil {
+				return err
+			}
+			if *record == nil {
+				*record = r
+			}
+			if uuid == nil {
+				continue
+			}
+			decoded, err := metadata.Decode(encoded)
+			if err != nil {
+				return err
+			}
+			msg := message.NewMessage(*uuid, payload)
+			msg.Metadata = decoded
+			(*record).Produced = append((*record).Produced, msg)
+		}
+		return rows.Err()
+	})
 }
 
 // Acked implements [idempotency.Store], with one statement.
