@@ -199,6 +199,43 @@ func TestDuplicateAfterSuccess(t *testing.T) {
 	})
 }
 
+func TestOtherContentUnderAKnownID(t *testing.T) {
+	t.Parallel()
+	overTransports(t, func(w *world) {
+		poison, err := middleware.PoisonQueueWithFilter(w.ownPublisher(), w.Dead, idempotency.IsPermanent)
+		require.NoError(w, err)
+		s := w.start(faults{outer: []message.HandlerMiddleware{poison}})
+		w.publish("1")
+		require.Eventually(w, func() bool { return len(w.effects("create-label")) == 1 }, patience, 20*time.Millisecond, "%v", w.state())
+		other := newOrder("1")
+		other.Payload = []byte(`{"order":2}`)
+		w.send(w.Orders, other)
+		w.publish("1", "2")
+		s.finish("1", "2")
+		require.Equal(w, 1, w.unacked(w.Dead))
+	})
+}
+
+// A new event that is older than the horizon may have been processed, and its claim purged.
+func TestBeyondTheReplayHorizon(t *testing.T) {
+	t.Parallel()
+	overTransports(t, func(w *world) {
+		poison, err := middleware.PoisonQueueWithFilter(w.ownPublisher(), w.Dead, idempotency.IsPermanent)
+		require.NoError(w, err)
+		s := w.start(faults{
+			outer: []message.HandlerMiddleware{on("create-label", poison)},
+			options: []idempotency.Option{idempotency.WithReplayHorizon(time.Hour,
+				idempotency.FirstTime(idempotency.MetadataTime("placed_at"), func(*message.Message, string) (time.Time, error) { return time.Now(), nil }))},
+		})
+		old := newOrder("old")
+		old.Metadata.Set("placed_at", time.Now().Add(-2*time.Hour).Format(time.RFC3339))
+		w.send(w.Orders, old)
+		w.publish("1")
+		s.finish("1")
+		require.Equal(w, 1, w.unacked(w.Dead))
+	})
+}
+
 func TestNoUsableIDGoesToTheDeadLetterQueue(t *testing.T) {
 	t.Parallel()
 	overTransports(t, func(w *world) {
