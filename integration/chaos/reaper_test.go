@@ -113,10 +113,12 @@ type mortalConn struct {
 	*reaper
 }
 
-func (c *mortalConn) Write(data []byte) (int, error) {
-	n, err := c.Conn.Write(data)
-	if bytes.Contains(data, []byte("; commit\x00")) && c.atCommit.Load() {
-		_, _ = c.Read(make([]byte, 1024)) // the server has committed once it answers
+// answerToCommit is how the server says, in its protocol, that it has committed: CommandComplete with its length.
+var answerToCommit = []byte("C\x00\x00\x00\x0bCOMMIT\x00")
+
+func (c *mortalConn) Read(data []byte) (int, error) {
+	n, err := c.Conn.Read(data)
+	if c.atCommit.Load() && bytes.Contains(data[:n], answerToCommit) {
 		c.kill()
 	}
 	return n, err
