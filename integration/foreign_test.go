@@ -55,7 +55,7 @@ var onRabbit = map[string]foreign{
 	"CloudEvents, two IDs": {err: idempotency.ErrKeyAmbiguous, rabbit: amqp091.Publishing{Headers: amqp091.Table{
 		"cloudEvents:source": "/shop", "cloudEvents:id": "one", "ce-id": "two",
 	}}},
-	"CloudEvents, no source":  {rabbit: amqp091.Publishing{Headers: amqp091.Table{"cloudEvents:id": "alone"}}, err: idempotency.ErrMissingKey},
+	"CloudEvents, no source":  {rabbit: amqp091.Publishing{Headers: amqp091.Table{"cloudEvents:id": "alone"}}, err: idempotency.ErrInvalidKey},
 	"empty ID":                {rabbit: amqp091.Publishing{MessageId: "not this one", Headers: amqp091.Table{"event_id": ""}}, err: idempotency.ErrKeyEmpty},
 	"ID without a value":      {rabbit: amqp091.Publishing{Headers: amqp091.Table{"event_id": nil}}, err: idempotency.ErrKeyEmpty},
 	"ID that is no UTF-8":     {rabbit: amqp091.Publishing{MessageId: "\xff"}, err: idempotency.ErrKeyNotUTF8},
