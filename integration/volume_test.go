@@ -117,10 +117,16 @@ func (w *world) startConsumer(o *outcomes, handle func(ctx context.Context) erro
 	return s
 }
 
+// awaitEffects waits until there are n effects, as long as they become more.
 func (w *world) awaitEffects(n int) {
 	w.Helper()
-	require.Eventually(w, func() bool { return w.count("select count(*) from effect") >= n }, patience, 50*time.Millisecond,
-		"%v", lazy(func() string { return fmt.Sprint(w.count("select count(*) from effect"), " effects") }))
+	for effects := w.count("select count(*) from effect"); effects < n; {
+		before := effects
+		require.Eventually(w, func() bool {
+			effects = w.count("select count(*) from effect")
+			return effects > before
+		}, patience, 50*time.Millisecond, "%d effects, and no more", before)
+	}
 }
 
 // merged subscribes many times: watermill-amqp has one message in flight for each subscription.
