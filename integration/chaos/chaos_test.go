@@ -85,9 +85,11 @@ func runRound(t *testing.T, seed uint64) {
 	close(disturbed)
 	load.Wait()
 	close(errs)
+	var failed error
 	for err := range errs {
-		require.NoError(t, err)
+		failed = errors.Join(failed, err)
 	}
+	require.NoError(t, failed)
 	lasted := time.Since(begun)
 
 	t.Run("settle", func(t *testing.T) {
@@ -294,7 +296,7 @@ func applyToServer(ctx context.Context, s step, crews []*crew) error {
 				where application_name = $1 and xact_start is not null limit 1`, c.Schema)
 			return err == nil && len(rows) == 1
 		}) {
-			return errors.New("no transaction is running")
+			return fmt.Errorf("no transaction is running: %s", c.state())
 		}
 		return nil
 	case cut:

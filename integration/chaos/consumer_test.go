@@ -219,7 +219,7 @@ func (l *ledger) openRouter() error {
 // closes, and nothing is left behind in the process.
 func (l *ledger) close() int {
 	if err := l.router.Close(); err != nil {
-		report("consumer: close the router: %v", err)
+		report("consumer: close the router: %v:\n%s", err, stacks())
 		return endedUnclosed
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
