@@ -296,7 +296,7 @@ func applyToServer(ctx context.Context, s step, crews []*crew) error {
 				where application_name = $1 and xact_start is not null limit 1`, c.Schema)
 			return err == nil && len(rows) == 1
 		}) {
-			return fmt.Errorf("no transaction is running: %s", c.state())
+			return fmt.Errorf("no transaction is running: %s", c.state()) //nolint:contextcheck // it bounds itself
 		}
 		return nil
 	case cut:
