@@ -72,6 +72,26 @@ bench-large: services ## Measure claims beside up to 50 million records, and pur
 model: ## Check a model of the protocol, and that each broken protocol is refuted. Needs spin.
 	@docs/model/check.sh
 
+# A regular expression of what to take out; all by default.
+MUTANTS ?=
+
+.PHONY: mutate
+mutate: services ## Take each safety out of the library, one at a time, and run the test that must notice.
+	@. '$(SERVICES_DIR)/env'; cd integration && go run ./mutants -run '$(MUTANTS)'
+
+# How long each target is fuzzed.
+FUZZTIME ?= 10s
+
+.PHONY: fuzz
+fuzz: SHELL := bash
+fuzz: ## Fuzz each target for FUZZTIME.
+	@set -e; for file in $$(grep -rl --include='*_test.go' '^func Fuzz' .); do \
+		for target in $$(sed -n 's/^func \(Fuzz[A-Za-z]*\)(.*/\1/p' "$$file"); do \
+			echo "--- $$file: $$target"; \
+			(cd "$$(dirname "$$file")" && go test -run '^$$' -fuzz "^$$target$$" -fuzztime $(FUZZTIME) .); \
+		done; \
+	done
+
 .PHONY: lint
 lint: ## Run go vet and golangci-lint in all modules.
 	$(call each,go vet ./...)
