@@ -2,7 +2,7 @@ package chaos_test
 
 import (
 	"context"
-	"fmt"
+	"errors"
 	"net"
 	"net/url"
 	"sync"
@@ -24,7 +24,7 @@ const (
 // transport is what a broker does for consumers and for the judge. Its calls may fail while the broker restarts.
 type transport interface {
 	create(topic string) error
-	// send publishes as a producer without Watermill's publishers; each message may come twice if it fails.
+	// send publishes as a producer without a router; each message may come twice if it fails.
 	send(topic string, messages ...*message.Message) error
 	publisher() (message.Publisher, error)
 	subscriber(topic string) (message.Subscriber, error)
@@ -51,7 +51,6 @@ func newTransport(name string, via, direct addresses) transport {
 	if name == onQuorum {
 		r.config.Queue.Arguments = amqp091.Table{"x-queue-type": "quorum"}
 	}
-	r.config.Publish.ConfirmDelivery = true
 	r.config.Connection.Reconnect = &amqp.ReconnectConfig{
 		BackoffInitialInterval: 100 * time.Millisecond, BackoffMultiplier: 1.5, BackoffMaxInterval: time.Second,
 	}
@@ -195,8 +194,7 @@ func (k *kafkaTransport) drain(topic string) (messages []*message.Message, err e
 	return messages, err
 }
 
-// rabbitTransport is watermill-amqp/v2, with a queue for each topic. Each publish opens a channel: the library's pool of
-// channels loses one for each attempt to reopen it while the broker is down, and blocks for ever once it is empty.
+// rabbitTransport consumes by watermill-amqp/v2, with a queue for each topic, and publishes by itself.
 type rabbitTransport struct{ config amqp.Config }
 
 // stringsOnly drops headers that are no strings: a quorum queue adds x-delivery-count after a Nack, and the default
@@ -215,11 +213,11 @@ func (m stringsOnly) Unmarshal(delivery amqp091.Delivery) (*message.Message, err
 }
 
 func (r *rabbitTransport) with(fn func(*amqp091.Channel) error) error {
-	conn, err := amqp091.Dial(r.config.Connection.AmqpURI)
+	conn, err := r.dial()
 	if err != nil {
 		return err
 	}
-	defer func() { _ = conn.Close() }()
+	defer func() { _ = conn.CloseDeadline(time.Now().Add(time.Second)) }()
 	channel, err := conn.Channel()
 	if err != nil {
 		return err
@@ -235,31 +233,98 @@ func (r *rabbitTransport) create(topic string) error {
 }
 
 func (r *rabbitTransport) send(topic string, messages ...*message.Message) error {
-	return r.with(func(c *amqp091.Channel) error {
-		if err := c.Confirm(false); err != nil {
+	return r.with(func(c *amqp091.Channel) error { return r.publish(c, topic, messages) })
+}
+
+// confirmation is how long a publish waits for the broker's. After a crash, a quorum queue may never give it.
+const confirmation = 5 * time.Second
+
+func (r *rabbitTransport) publish(c *amqp091.Channel, topic string, messages []*message.Message) error {
+	if err := c.Confirm(false); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), confirmation)
+	defer cancel()
+	for _, msg := range messages {
+		publishing, err := r.config.Marshaler.Marshal(msg)
+		if err != nil {
 			return err
 		}
-		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
-		defer cancel()
-		for _, msg := range messages {
-			publishing, err := r.config.Marshaler.Marshal(msg)
-			if err != nil {
-				return err
-			}
-			confirmation, err := c.PublishWithDeferredConfirmWithContext(ctx, "", topic, false, false, publishing)
-			if err != nil {
-				return err
-			}
-			if acked, err := confirmation.WaitContext(ctx); err != nil || !acked {
-				return fmt.Errorf("not confirmed: %w", err)
-			}
+		deferred, err := c.PublishWithDeferredConfirmWithContext(ctx, "", topic, false, false, publishing)
+		if err != nil {
+			return err
 		}
-		return nil
-	})
+		if acked, err := deferred.WaitContext(ctx); err != nil {
+			return err
+		} else if !acked {
+			return errors.New("the broker refuses the message, or is gone")
+		}
+	}
+	return nil
+}
+
+// rabbitPublisher takes the place of that of watermill-amqp, which waits for confirmations without a bound: its router
+// would not close.
+type rabbitPublisher struct {
+	*rabbitTransport
+	mu   sync.Mutex
+	conn *amqp091.Connection // nil if there is none, or it has failed
+}
+
+func (p *rabbitPublisher) Publish(topic string, messages ...*message.Message) error {
+	conn, err := p.connection()
+	if err != nil {
+		return err
+	}
+	channel, err := conn.Channel()
+	if err == nil {
+		defer func() { _ = channel.Close() }()
+		err = p.publish(channel, topic, messages)
+	}
+	if err != nil {
+		p.drop(conn)
+	}
+	return err
+}
+
+func (p *rabbitPublisher) connection() (*amqp091.Connection, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.conn != nil {
+		return p.conn, nil
+	}
+	conn, err := p.dial()
+	if err == nil {
+		p.conn = conn
+	}
+	return conn, err
+}
+
+// drop lets the next Publish connect anew, and ends those that use the connection now.
+func (p *rabbitPublisher) drop(conn *amqp091.Connection) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.conn == conn {
+		p.conn = nil
+	}
+	_ = conn.CloseDeadline(time.Now().Add(time.Second))
+}
+
+func (p *rabbitPublisher) Close() error {
+	if conn, err := p.connection(); err == nil {
+		p.drop(conn)
+	}
+	return nil
 }
 
 func (r *rabbitTransport) publisher() (message.Publisher, error) {
-	return amqp.NewPublisher(r.config, watermill.NopLogger{})
+	p := &rabbitPublisher{rabbitTransport: r}
+	_, err := p.connection()
+	return p, err
+}
+
+func (r *rabbitTransport) dial() (*amqp091.Connection, error) {
+	return amqp091.DialConfig(r.config.Connection.AmqpURI, amqp091.Config{Heartbeat: 5 * time.Second, Dial: amqp091.DefaultDial(5 * time.Second)})
 }
 
 func (r *rabbitTransport) subscriber(string) (message.Subscriber, error) {
