@@ -27,7 +27,7 @@ each = @failed=0; for module in $(MODULES); do echo "--- $$module: $(1)"; (cd $$
 define run-tests
 $(GOTESTSUM) --format pkgname-and-test-fails --format-hide-empty-pkg \
 	--post-run-command 'sh -c "echo; echo $$((TESTS_TOTAL - TESTS_FAILED - TESTS_SKIPPED)) passed, $$((TESTS_FAILED + TESTS_ERRORS)) failed, $$TESTS_SKIPPED skipped"' \
-	--raw-command -- sh -c 'failed=0; for module in $(MODULES); do (cd $$module && go test -json -count=1 $(1) $(TESTFLAGS) ./...) || failed=1; done; exit $$failed'
+	--raw-command -- sh -c 'failed=0; for module in $(MODULES); do (cd $$module && go test -json -count=1 -timeout 20m $(1) $(TESTFLAGS) ./...) || failed=1; done; exit $$failed'
 endef
 
 .DEFAULT_GOAL := help
