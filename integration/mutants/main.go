@@ -150,6 +150,8 @@ func (m mutant) try(ctx context.Context, root string) (test string, err error) {
 	switch {
 	case err == nil:
 		return "", fmt.Errorf("%s passes", m.run)
+	case r.failed == "" && strings.Contains(r.output, "panic: test timed out"):
+		return m.run + ", which does not end", nil
 	case r.failed == "":
 		return "", fmt.Errorf("no test fails, but: %w\n%s", err, r.output)
 	}
