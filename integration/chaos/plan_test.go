@@ -14,7 +14,7 @@ const (
 	stopped  = "PostgreSQL stopped (immediate)"
 	crashed  = "PostgreSQL killed"
 	backend  = "transactions terminated"
-	rabbit   = "RabbitMQ killed"
+	rabbit   = "RabbitMQ restarted"
 	broker   = "Kafka killed"
 	cut      = "connections cut"
 	delayed  = "connections delayed"

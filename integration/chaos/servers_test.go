@@ -197,6 +197,11 @@ func (c *cluster) crash(ctx context.Context, name string) error {
 	return script(ctx, c.dir, "stop.sh", "--kill", name)
 }
 
+// shut ends a server as an administrator does.
+func (c *cluster) shut(ctx context.Context, name string) error {
+	return script(ctx, c.dir, "stop.sh", name)
+}
+
 // restart starts a server that has ended, and waits until it answers.
 func (c *cluster) restart(ctx context.Context, name string) error {
 	return script(ctx, c.dir, "start.sh", name)
