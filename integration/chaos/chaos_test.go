@@ -120,7 +120,7 @@ type crew struct {
 func (c *crew) startOne(seed uint64) (*process, error) {
 	spec := c.consumerSpec
 	spec.Seed, spec.Failures, spec.Panics = seed, 0.1, 0.01
-	for range 5 {
+	for range 10 {
 		p, err := c.startProcess(spec, c.tally)
 		if err != nil {
 			return nil, err
@@ -292,9 +292,14 @@ func applyToServer(ctx context.Context, s step, crews []*crew) error {
 		return errors.Join(servers.crash(ctx, kafkaName), servers.restart(ctx, kafkaName))
 	case backend:
 		c := crews[s.which%len(crews)]
-		if !within(20*time.Second, func() bool {
+		var schemas []string
+		for _, other := range crews {
+			schemas = append(schemas, other.Schema)
+		}
+		// One of this crew, or of another one: all of them may wait for their broker.
+		if !within(patience, func() bool {
 			rows, err := c.query(ctx, `select pg_terminate_backend(pid)::text from pg_stat_activity
-				where application_name = $1 and xact_start is not null limit 1`, c.Schema)
+				where application_name = any($1) and xact_start is not null order by (application_name = $2) desc limit 1`, schemas, c.Schema)
 			return err == nil && len(rows) == 1
 		}) {
 			return fmt.Errorf("no transaction is running: %s", c.state()) //nolint:contextcheck // it bounds itself

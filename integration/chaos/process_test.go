@@ -80,6 +80,10 @@ func (w *world) startProcess(spec consumerSpec, t *tally) (*process, error) {
 	return p, nil
 }
 
+// startPatience is how long a consumer may take to start; then it is killed, and another one started: its connection to a
+// broker may hang.
+const startPatience = 30 * time.Second
+
 // awaitReady returns an error if it has ended before.
 func (p *process) awaitReady() error {
 	select {
@@ -87,7 +91,7 @@ func (p *process) awaitReady() error {
 		return nil
 	case <-p.ended:
 		return fmt.Errorf("the consumer ended before it was ready: %v", p.cmd.ProcessState)
-	case <-time.After(patience):
+	case <-time.After(startPatience):
 		return errors.New("the consumer was not ready in time")
 	}
 }

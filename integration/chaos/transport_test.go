@@ -218,6 +218,9 @@ func (r *rabbitTransport) with(fn func(*amqp091.Channel) error) error {
 		return err
 	}
 	defer func() { _ = conn.CloseDeadline(time.Now().Add(time.Second)) }()
+	// A broker that is starting, or that is short of credit, may leave a request without an answer.
+	bound := time.AfterFunc(3*confirmation, func() { _ = conn.CloseDeadline(time.Now()) })
+	defer bound.Stop()
 	channel, err := conn.Channel()
 	if err != nil {
 		return err
