@@ -272,6 +272,33 @@ func TestOutboxPublishesInTheTransaction(t *testing.T) {
 	require.Empty(t, r.published(), "the router was given nothing")
 }
 
+// A handler that has succeeded is not undone because its router is closing.
+func TestTrap11_OutboxPublishesThoughTheContextHasEnded(t *testing.T) {
+	t.Parallel()
+	b := setup(t, idempotency.WithProduced(idempotency.Outbox(publisherFunc(func(_ string, messages ...*message.Message) error {
+		return messages[0].Context().Err()
+	}))))
+	r := startRouter(t)
+	var cancel context.CancelFunc
+	cancellable := func(next message.HandlerFunc) message.HandlerFunc {
+		inside := b.Middleware.Middleware(next)
+		return func(msg *message.Message) ([]*message.Message, error) {
+			var ctx context.Context
+			ctx, cancel = context.WithCancel(msg.Context())
+			msg.SetContext(ctx)
+			return inside(msg)
+		}
+	}
+	r.add("create-label", "orders", "labels", cancellable, writeThen(func(*message.Message) ([]*message.Message, error) {
+		cancel()
+		return []*message.Message{order("a")}, nil
+	}))
+	r.run()
+	r.publish("orders", order("1"))
+	require.Equal(t, []idempotency.Outcome{idempotency.Processed}, b.observed.outcomes())
+	require.Len(t, b.store.Effects(), 1)
+}
+
 func TestOutboxNeedsAPublishTopic(t *testing.T) {
 	t.Parallel()
 	b := setup(t, idempotency.WithProduced(idempotency.Outbox(publisherFunc(func(string, ...*message.Message) error { return nil }))))

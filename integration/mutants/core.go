@@ -35,7 +35,7 @@ var core = []mutant{
 	{
 		"what is produced is stored detached from cancellation", "delivery.go",
 		"context.WithTimeout(context.WithoutCancel(inside), d.m.commitTimeout)", "context.WithTimeout(inside, d.m.commitTimeout)",
-		".", "TestOutboxPublishesInTheTransaction",
+		".", "TestTrap11_OutboxPublishesThoughTheContextHasEnded",
 	},
 	{
 		"the message gets its context back", "middleware.go",
