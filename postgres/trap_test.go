@@ -155,11 +155,11 @@ func TestTrap09_CheckIsNotMistakenForADeferredTrigger(t *testing.T) {
 func TestTrap10_RollbackOnADeadConnection(t *testing.T) {
 	t.Parallel()
 	config := pgtest.Config(t, 1)
-	config.ConnConfig.RuntimeParams["idle_in_transaction_session_timeout"] = "50"
+	config.ConnConfig.RuntimeParams["idle_in_transaction_session_timeout"] = "500"
 	b := open(t, config)
 	for range 2 { // with one connection, a leak would block
 		tx, raw := b.claim(t, claimOf("1"))
-		require.Eventually(t, func() bool { return b.Write(t.Context(), raw, "late") != nil || raw.Conn().IsClosed() }, 10*time.Second, 100*time.Millisecond)
+		require.Eventually(t, func() bool { return b.Write(t.Context(), raw, "late") != nil || raw.Conn().IsClosed() }, 10*time.Second, 700*time.Millisecond)
 		require.NotPanics(t, func() { _ = tx.Rollback(t.Context()) })
 	}
 	tx, _ := b.claim(t, claimOf("1"))

@@ -172,11 +172,11 @@ func TestTrap10_PanicAndGoexitRollBack(t *testing.T) {
 func TestTrap10_RollbackOnADeadConnection(t *testing.T) {
 	t.Parallel()
 	config := parse(t, pgtest.URLVariable)
-	config.RuntimeParams["idle_in_transaction_session_timeout"] = "50"
+	config.RuntimeParams["idle_in_transaction_session_timeout"] = "500"
 	b := open(t, config, 1)
 	for range 2 { // with one connection, a leak would block
 		tx, raw := b.claim(t, claimOf("1"))
-		require.Eventually(t, func() bool { return b.Write(t.Context(), raw, "late") != nil }, 10*time.Second, 200*time.Millisecond)
+		require.Eventually(t, func() bool { return b.Write(t.Context(), raw, "late") != nil }, 10*time.Second, 700*time.Millisecond)
 		require.NotPanics(t, func() { _ = tx.Rollback(t.Context()) })
 	}
 	b.requireCommitted(t, 0, 0, 0)
