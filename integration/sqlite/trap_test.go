@@ -245,7 +245,7 @@ func fileOf(t *testing.T, db *sql.DB) (file string) {
 
 func TestTrap30_PoolThatIsTooSmallIsABoundedWait(t *testing.T) {
 	t.Parallel()
-	b := openFile(t, 1, sqlstore.WithAcquireTimeout(50*time.Millisecond))
+	b := openFile(t, 1, sqlstore.WithAcquireTimeout(500*time.Millisecond))
 	tx, _ := b.claim(t, claimOf("1"))
 	_, _, err := b.store.Claim(t.Context(), claimOf("2"))
 	require.ErrorIs(t, err, sqlstore.ErrPoolExhausted)
