@@ -81,6 +81,11 @@ func TestFirstOfTakesTheFirstThatIsThere(t *testing.T) {
 	id, err = key(msg)
 	require.NoError(t, err)
 	require.Empty(t, id, "an ID that is there and empty is no reason to look elsewhere: the middleware refuses it")
+
+	half := message.NewMessage("uuid", nil)
+	half.Metadata.Set("ce_id", "42")
+	_, err = idempotency.FirstOf(idempotency.CloudEventKey(), idempotency.MessageUUID())(half)
+	require.ErrorIs(t, err, idempotency.ErrInvalidKey, "nor is one that is invalid")
 }
 
 func TestTrap16_PhantomMessageIsNotPermanent(t *testing.T) {

@@ -230,6 +230,14 @@ func TestItIsBoundedAndExpires(t *testing.T) {
 	})
 }
 
+func TestRecordsAreTheCallers(t *testing.T) {
+	t.Parallel()
+	_, store := open(t, 10)
+	process(t, store, "1")
+	clear(mustBeDuplicate(t, store, "1").Fingerprint)
+	mustBeDuplicate(t, store, "1")
+}
+
 func TestConflictsAreFound(t *testing.T) {
 	t.Parallel()
 	b, store := open(t, 10)

@@ -31,7 +31,7 @@ var beside = []mutant{
 	{
 		"a fingerprint that is handed out is the caller's", "dupcache/dupcache.go",
 		"record.Fingerprint = bytes.Clone(record.Fingerprint)\n\t\treturn", "return",
-		"dupcache", "TestConflictsAreFound",
+		"dupcache", "TestRecordsAreTheCallers",
 	},
 	{
 		"a UUID that the envelope cannot hold is refused", "outbox/publisher.go",
