@@ -96,3 +96,13 @@ func TestNoRetryWhenTheContextHasEnded(t *testing.T) {
 	require.ErrorIs(t, err, errConflict)
 	require.Equal(t, []idempotency.Outcome{idempotency.Transient}, b.observed.outcomes())
 }
+
+// A conflict is no proof that the commit did nothing, unless the store says so.
+func TestTrap03_CommitOfUnknownOutcomeIsNotTriedAgainInPlace(t *testing.T) {
+	t.Parallel()
+	b := setup(t)
+	b.store.commit = func() error { return errConflict }
+	_, err := b.Middleware.Middleware(func(*message.Message) ([]*message.Message, error) { return nil, nil })(order("1"))
+	require.ErrorIs(t, err, idempotency.ErrCommitUnknown)
+	require.Equal(t, []idempotency.Outcome{idempotency.CommitUnknown}, b.observed.outcomes())
+}

@@ -85,8 +85,8 @@ var beside = []mutant{
 	},
 	{
 		"a forwarder refuses an outbox of another cluster", "outbox/schema.go",
-		"if foreign {\n\t\treturn fmt.Errorf", "if false {\n\t\treturn fmt.Errorf",
-		"outbox", "TestMigrateHealsARestoredOutbox",
+		"if foreign {\n\t\treturn fmt.Errorf", "if false && foreign {\n\t\treturn fmt.Errorf",
+		"outbox", "TestTrap26_WhatWouldAbortHandlersIsFoundWhenItOpens",
 	},
 	{
 		"a purge keeps what is not forwarded", "outbox/schema.go",

@@ -186,7 +186,7 @@ var core = []mutant{
 	{
 		"a commit of unknown outcome is not tried again in place", "delivery.go",
 		"d.store != nil && outcome != CommitUnknown &&", "d.store != nil &&",
-		".", "TestTrap03_LostCommitAnswerIsAnErrorAndTheRedeliveryDecides",
+		".", "TestTrap03_CommitOfUnknownOutcomeIsNotTriedAgainInPlace",
 	},
 	{
 		"no retry when the context has ended", "delivery.go",

@@ -75,7 +75,7 @@ var stores = []mutant{
 	},
 	{
 		"a session that a handler has spoilt is closed", "postgres/store.go",
-		"if sqlstate.IsOfSession(err) {", "if false {",
+		"if sqlstate.IsOfSession(err) {", "if false && sqlstate.IsOfSession(err) {",
 		"postgres", sessionState,
 	},
 	{
@@ -141,7 +141,7 @@ var stores = []mutant{
 	{
 		"New refuses an unlogged table", "internal/pgschema/pgschema.go",
 		`case persistence != "p":`, "case false:",
-		"sqlstore", settings,
+		"postgres", settings,
 	},
 	{
 		"a purge keeps claims that no ack has confirmed", "internal/pgschema/operator.go",
