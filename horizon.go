@@ -120,10 +120,13 @@ func (h *horizon) check(msg *message.Message, eventID string, now time.Time) err
 
 // warnHorizon tells once of a store that purges records too early for the horizon.
 func (m *Middleware) warnHorizon(store Store) {
+	if !m.horizon.isSet {
+		return
+	}
 	keeps, ok := store.(interface {
 		Retention() (d time.Duration, ok bool)
 	})
-	if !m.horizon.isSet || !ok {
+	if !ok {
 		return
 	}
 	if retention, ok := keeps.Retention(); ok && retention < m.horizon.limit {

@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/watermill-idempotency/idempotency"
+	"github.com/watermill-idempotency/idempotency/amqpmessage"
 )
 
 // feed is a subscriber that delivers what it is given, all at once.
@@ -166,7 +167,11 @@ func (s shards) Subscribe(ctx context.Context, topic string) (<-chan *message.Me
 	each := subscribeFunc(func(ctx context.Context, topic string) (<-chan *message.Message, error) {
 		return s.channelTransport.subscriber("").Subscribe(ctx, shard(topic, n.Add(1)))
 	})
-	return merged{each, shardCount}.Subscribe(ctx, topic)
+	all, err := amqpmessage.Parallel(each, shardCount)
+	if err != nil {
+		return nil, err
+	}
+	return all.Subscribe(ctx, topic)
 }
 
 type subscribeFunc func(ctx context.Context, topic string) (<-chan *message.Message, error)

@@ -14,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/watermill-idempotency/idempotency"
+	"github.com/watermill-idempotency/idempotency/amqpmessage"
 )
 
 const (
@@ -104,7 +105,9 @@ func (w *world) startConsumer(o *outcomes, handle func(ctx context.Context) erro
 	s := w.newService(faults{options: []idempotency.Option{idempotency.WithObserver(o)}})
 	subscriber := w.subscriber(w.Orders)
 	if w.Transport != "kafka" {
-		subscriber = merged{subscriber, volumePrefetch}
+		var err error
+		subscriber, err = amqpmessage.Parallel(subscriber, volumePrefetch)
+		require.NoError(w, err)
 	}
 	s.router.AddConsumerHandler("create-label", w.Orders, subscriber, idempotency.ConsumerHandler(
 		func(ctx context.Context, tx pgx.Tx, msg *message.Message) error {
@@ -127,33 +130,6 @@ func (w *world) awaitEffects(n int) {
 			return effects > before
 		}, patience, 50*time.Millisecond, "%d effects, and no more", before)
 	}
-}
-
-// merged subscribes many times: watermill-amqp has one message in flight for each subscription.
-type merged struct {
-	message.Subscriber
-	n int
-}
-
-func (m merged) Subscribe(ctx context.Context, topic string) (<-chan *message.Message, error) {
-	out := make(chan *message.Message)
-	var open sync.WaitGroup
-	for range m.n {
-		in, err := m.Subscriber.Subscribe(ctx, topic)
-		if err != nil {
-			return nil, err
-		}
-		open.Go(func() {
-			for msg := range in {
-				out <- msg
-			}
-		})
-	}
-	go func() {
-		open.Wait()
-		close(out)
-	}()
-	return out, nil
 }
 
 // outcomes counts what became of deliveries.

@@ -12,8 +12,8 @@ import (
 	"github.com/ThreeDotsLabs/watermill/message"
 )
 
-// Option names the tables. Give the same ones to [Migrate], [New], [NewForwarder], [ReadBacklog] and [Purge]. Where an option is given
-// twice, the last one wins, unless it says that it adds.
+// Option names the tables. Give the same ones to [Migrate], [New], [NewForwarder], [ReadBacklog] and [Purge]. Where an option
+// is given twice, the last one wins, unless it says that it adds.
 type Option interface {
 	PublisherOption
 	ForwarderOption

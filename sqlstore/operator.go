@@ -31,7 +31,8 @@ func (s *Store) Lookup(ctx context.Context, key idempotency.Key) (record *idempo
 // Forget removes the claim of an event and its stored produced messages, and tells whether there was a claim. The event is
 // then new: its next delivery, or one that has met the claim and has not returned yet, runs the handler once more. So
 // undo by hand what the handler did, or know that it may happen twice. Messages that were stored and not published are
-// lost. An instance that keeps records in memory (package dupcache) takes the event for a duplicate for as long as it does. On PostgreSQL a delivery that has not committed yet is not affected; on SQLite it is waited for, until ctx ends.
+// lost. An instance that keeps records in memory (package dupcache) takes the event for a duplicate for as long as it does.
+// On PostgreSQL a delivery that has not committed yet is not affected; on SQLite it is waited for, until ctx ends.
 //
 // On PostgreSQL the role needs select and delete on both tables.
 func (s *Store) Forget(ctx context.Context, key idempotency.Key) (existed bool, err error) {

@@ -14,6 +14,8 @@ import (
 	"github.com/ThreeDotsLabs/watermill-kafka/v3/pkg/kafka"
 	"github.com/ThreeDotsLabs/watermill/message"
 	amqp091 "github.com/rabbitmq/amqp091-go"
+
+	"github.com/watermill-idempotency/idempotency/amqpmessage"
 )
 
 const (
@@ -332,7 +334,10 @@ func (r *rabbitTransport) dial() (*amqp091.Connection, error) {
 
 func (r *rabbitTransport) subscriber(string) (message.Subscriber, error) {
 	subscriber, err := amqp.NewSubscriber(r.config, watermill.NopLogger{})
-	return merged{subscriber, prefetch}, err
+	if err != nil {
+		return nil, err
+	}
+	return amqpmessage.Parallel(subscriber, prefetch)
 }
 
 // unacked is the number of messages in the queue. What a running consumer holds is not seen: it is back, or gone, once that
@@ -361,33 +366,6 @@ func (r *rabbitTransport) drain(topic string) (messages []*message.Message, err 
 		}
 	})
 	return messages, err
-}
-
-// merged subscribes many times: watermill-amqp has one message in flight for each subscription.
-type merged struct {
-	message.Subscriber
-	n int
-}
-
-func (m merged) Subscribe(ctx context.Context, topic string) (<-chan *message.Message, error) {
-	out := make(chan *message.Message)
-	var open sync.WaitGroup
-	for range m.n {
-		in, err := m.Subscriber.Subscribe(ctx, topic)
-		if err != nil {
-			return nil, err
-		}
-		open.Go(func() {
-			for msg := range in {
-				out <- msg
-			}
-		})
-	}
-	go func() {
-		open.Wait()
-		close(out)
-	}()
-	return out, nil
 }
 
 // withApplicationName marks the connections of consumers, so that they can be found, and terminated.
