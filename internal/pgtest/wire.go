@@ -24,7 +24,7 @@ func (w *Wire) Config(tb testing.TB, n int32) *pgxpool.Config {
 	config := Config(tb, n)
 	config.ConnConfig.DialFunc = func(ctx context.Context, network, addr string) (net.Conn, error) {
 		conn, err := (&net.Dialer{}).DialContext(ctx, network, addr)
-		return &wireConn{Conn: conn, wire: w, read: true}, err
+		return &wireConn{Conn: conn, wire: w}, err
 	}
 	return config
 }
@@ -42,7 +42,7 @@ func (w *Wire) CutCommit(applied bool) { w.cut.Store(&applied) }
 type wireConn struct {
 	net.Conn
 	wire *Wire
-	read bool
+	sent atomic.Bool // and nothing read since; pgx reads in the background while a write is slow
 }
 
 func (c *wireConn) Write(data []byte) (int, error) {
@@ -51,9 +51,8 @@ func (c *wireConn) Write(data []byte) (int, error) {
 			return c.lose(data, *applied)
 		}
 	}
-	if c.read {
+	if !c.sent.Swap(true) {
 		c.wire.trips.Add(1)
-		c.read = false
 	}
 	return c.Conn.Write(data)
 }
@@ -85,6 +84,8 @@ func (c *wireConn) lose(data []byte, applied bool) (int, error) {
 
 func (c *wireConn) Read(data []byte) (int, error) {
 	n, err := c.Conn.Read(data)
-	c.read = c.read || n > 0
+	if n > 0 {
+		c.sent.Store(false)
+	}
 	return n, err
 }
