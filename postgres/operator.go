@@ -16,9 +16,11 @@ import (
 
 // Lookup returns the record of an event, with its stored produced messages, or nil if there is no committed claim of it.
 func (s *Store) Lookup(ctx context.Context, key idempotency.Key) (record *idempotency.Record, err error) {
-	batch := &pgx.Batch{}
-	s.sql.queueRecord(batch, key, &record)
-	err = s.withConn(ctx, func(conn *pgxpool.Conn) error { return conn.SendBatch(ctx, batch).Close() })
+	read := s.sql.readRecord(key, &record)
+	err = s.withConn(ctx, func(conn *pgxpool.Conn) error {
+		_, err := s.send(ctx, conn.Conn(), read)
+		return err
+	})
 	if err != nil {
 		return nil, fmt.Errorf("postgres: Lookup: %w", err)
 	}

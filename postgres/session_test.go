@@ -160,6 +160,70 @@ func TestTrap35_SessionStateOfAHandler(t *testing.T) {
 			require.NotNil(t, record)
 		})
 	}
+	t.Run("no statements", func(t *testing.T) {
+		t.Parallel()
+		b := open(t, pgtest.Config(t, 1))
+		tx, raw := b.claim(t, claimOf("1"))
+		_, err := raw.Exec(t.Context(), "deallocate all")
+		require.NoError(t, err)
+		require.NoError(t, tx.Commit(t.Context(), nil), "the first on the connection: its statements are prepared now")
+		_, _, err = claim(t, b.store, claimOf("1"))
+		require.Error(t, err, "an error, and not a duplicate that was not looked for")
+		_, record, err := claim(t, b.store, claimOf("1"))
+		require.NoError(t, err, "the connection is not used again")
+		require.NotNil(t, record)
+
+		tx, raw = b.claim(t, claimOf("2"))
+		require.NoError(t, tx.Commit(t.Context(), nil))
+		tx, raw = b.claim(t, claimOf("3"))
+		_, err = raw.Exec(t.Context(), "deallocate all")
+		require.NoError(t, err)
+		require.ErrorIs(t, tx.Commit(t.Context(), nil), idempotency.ErrRolledBack)
+	})
+	t.Run("altered table", func(t *testing.T) {
+		t.Parallel()
+		b := open(t, pgtest.Config(t, 1))
+		tx, _ := b.claim(t, claimOf("1"))
+		require.NoError(t, tx.Commit(t.Context(), nil))
+		_, record, err := claim(t, b.store, claimOf("1"))
+		require.NoError(t, err)
+		require.NotNil(t, record)
+		b.exec(t, "alter table {schema}.idempotency_claim alter topic type varchar")
+		_, _, err = claim(t, b.store, claimOf("1"))
+		require.Error(t, err, "its statement was prepared for the other type")
+		_, record, err = claim(t, b.store, claimOf("1"))
+		require.NoError(t, err, "the connection is not used again")
+		require.NotNil(t, record)
+	})
+}
+
+// watching is a tracer that notes the statements of batches.
+type watching struct{ statements []string }
+
+func (*watching) TraceQueryStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceQueryStartData) context.Context {
+	return ctx
+}
+func (*watching) TraceQueryEnd(context.Context, *pgx.Conn, pgx.TraceQueryEndData) {}
+func (*watching) TraceBatchStart(ctx context.Context, _ *pgx.Conn, _ pgx.TraceBatchStartData) context.Context {
+	return ctx
+}
+func (w *watching) TraceBatchQuery(_ context.Context, _ *pgx.Conn, data pgx.TraceBatchQueryData) {
+	w.statements = append(w.statements, data.SQL)
+}
+func (*watching) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData) {}
+
+func TestTracersSeeTheStatements(t *testing.T) {
+	t.Parallel()
+	w := &watching{}
+	config := pgtest.Config(t, 1)
+	config.ConnConfig.Tracer = w
+	b := open(t, config)
+	tx, _ := b.claim(t, claimOf("1"))
+	require.NoError(t, tx.Commit(t.Context(), nil))
+	require.Len(t, w.statements, 4)
+	require.Equal(t, "begin", w.statements[0])
+	require.Contains(t, w.statements[1], "idempotency_claim")
+	require.Equal(t, "commit", w.statements[3])
 }
 
 // A handler that gives up durability for itself, or leaves a session that has given it up, has its messages acked all the

@@ -22,6 +22,7 @@ type Store struct {
 	acquireTimeout time.Duration
 	sql            statements
 	nothing        *pgx.Batch // begins a transaction of pgx, and sends nothing
+	prepares       bool       // see send
 	keeper         keeper
 }
 
@@ -69,6 +70,10 @@ func New(ctx context.Context, pool *pgxpool.Pool, opts ...Option) (*Store, error
 	if err := pgschema.Check(ctx, db{pool}, t); err != nil {
 		return nil, fmt.Errorf("postgres: New: %w", err)
 	}
+	prepares, err := preparesStatements(ctx, pool)
+	if err != nil {
+		return nil, fmt.Errorf("postgres: New: %w", err)
+	}
 	batch := &pgx.Batch{}
 	batch.BeginTx(pgx.TxOptions{IsoLevel: c.isolation})
 	begin := batch.QueuedQueries[0].SQL
@@ -77,6 +82,7 @@ func New(ctx context.Context, pool *pgxpool.Pool, opts ...Option) (*Store, error
 		pool:           pool,
 		acquireTimeout: c.acquireTimeout,
 		nothing:        batch,
+		prepares:       prepares,
 		keeper:         keeper{retention: c.retention, sql: t.Operator()},
 		sql: statements{
 			begin: begin,
@@ -105,22 +111,21 @@ func (s *Store) Claim(ctx context.Context, c idempotency.Claim) (idempotency.Tx,
 	if err != nil {
 		return nil, nil, fmt.Errorf("postgres: claim: %w", err)
 	}
-	t := &tx{pool: s.pool, conn: conn, claim: c.Key, sql: &s.sql, begun: conn.SendBatch(ctx, s.nothing)}
+	t := &tx{store: s, conn: conn, claim: c.Key, begun: conn.SendBatch(ctx, s.nothing)}
 	claimed, err := t.begin(ctx, c)
-	if err != nil {
-		if sqlstate.IsOfSession(err) {
-			_ = conn.Conn().Close(ctx) // the next claim gets a session that nobody has changed
-		}
-		_ = t.end(ctx)
-		return nil, nil, fmt.Errorf("postgres: claim: %w", claimError(err, c.InFlight))
-	}
 	if claimed {
 		return t, nil, nil
 	}
-	record, err := t.duplicate(ctx)
+	var record *idempotency.Record
+	if err == nil {
+		record, err = t.duplicate(ctx)
+	}
+	if sqlstate.IsOfSession(err) {
+		_ = conn.Conn().Close(ctx) // the next claim gets a session that nobody has changed
+	}
 	_ = t.end(ctx)
 	if err != nil {
-		return nil, nil, fmt.Errorf("postgres: read the record of a duplicate: %w", err)
+		return nil, nil, fmt.Errorf("postgres: claim: %w", err)
 	}
 	return nil, record, nil
 }
@@ -138,32 +143,31 @@ func (s *Store) acquire(ctx context.Context) (*pgxpool.Conn, error) {
 
 // begin begins the transaction and inserts the claim. It returns false for a duplicate.
 func (t *tx) begin(ctx context.Context, c idempotency.Claim) (claimed bool, err error) {
-	batch := &pgx.Batch{}
-	batch.Queue(t.sql.begin)
-	limit, bounded := c.InFlight.Limit()
-	if bounded {
-		batch.Queue(boundWait, pgschema.LockTimeout(limit))
-	}
-	batch.Queue(t.sql.claim, c.SubscriberID, c.EventID, c.Topic, c.Fingerprint).Query(func(rows pgx.Rows) error {
+	sql := &t.store.sql
+	begin := statement{sql: sql.begin}
+	claim := statement{sql.claim, []any{c.SubscriberID, c.EventID, c.Topic, c.Fingerprint}, func(rows pgx.Rows) error {
 		if claimed = rows.Next(); claimed {
 			t.mark = string(rows.RawValues()[0])
 		}
 		return nil
-	})
-	if bounded {
-		batch.Queue(unboundWait)
+	}}
+	if limit, bounded := c.InFlight.Limit(); bounded {
+		bound := statement{sql: boundWait, args: []any{pgschema.LockTimeout(limit)}}
+		_, err = t.send(ctx, begin, bound, claim, statement{sql: unboundWait})
+	} else {
+		_, err = t.send(ctx, begin, claim)
 	}
-	err = t.conn.SendBatch(ctx, batch).Close()
-	return claimed, err
+	if err != nil {
+		return false, claimError(err, c.InFlight)
+	}
+	return claimed, nil
 }
 
 // duplicate reads the record and ends the transaction, in one round trip.
-func (t *tx) duplicate(ctx context.Context) (record *idempotency.Record, err error) {
-	batch := &pgx.Batch{}
-	t.sql.queueRecord(batch, t.claim, &record)
-	batch.Queue(endsUncommitted)
-	if err := t.conn.SendBatch(ctx, batch).Close(); err != nil {
-		return nil, err
+func (t *tx) duplicate(ctx context.Context) (*idempotency.Record, error) {
+	var record *idempotency.Record
+	if _, err := t.send(ctx, t.store.sql.readRecord(t.claim, &record), statement{sql: endsUncommitted}); err != nil {
+		return nil, fmt.Errorf("read the record of a duplicate: %w", err)
 	}
 	if record == nil {
 		return nil, errVanished
@@ -171,9 +175,9 @@ func (t *tx) duplicate(ctx context.Context) (record *idempotency.Record, err err
 	return record, nil
 }
 
-// queueRecord queues the reading of a record, with its messages; it stays nil if there is none.
-func (s *statements) queueRecord(batch *pgx.Batch, key idempotency.Key, record **idempotency.Record) {
-	batch.Queue(s.record, key.SubscriberID, key.EventID).Query(func(rows pgx.Rows) error {
+// readRecord reads a record, with its messages; it stays nil if there is none.
+func (s *statements) readRecord(key idempotency.Key, record **idempotency.Record) statement {
+	return statement{s.record, []any{key.SubscriberID, key.EventID}, func(rows pgx.Rows) error {
 		for rows.Next() {
 			r := &idempotency.Record{Key: key}
 			var uuid *string // null if nothing is stored
@@ -196,7 +200,7 @@ func (s *statements) queueRecord(batch *pgx.Batch, key idempotency.Key, record *
 			(*record).Produced = append((*record).Produced, msg)
 		}
 		return rows.Err()
-	})
+	}}
 }
 
 // Acked implements [idempotency.Store], with one statement.

@@ -17,12 +17,11 @@ import (
 
 // tx is a transaction that holds a claim. It owns the connection until it ends.
 type tx struct {
-	pool  *pgxpool.Pool
+	store *Store
 	conn  *pgxpool.Conn // nil once it has ended
 	begun pgx.BatchResults
 	claim idempotency.Key
 	mark  string // tells the transaction from others of the session
-	sql   *statements
 }
 
 var _ idempotency.Tx = (*tx)(nil)
@@ -59,20 +58,23 @@ func (t *tx) Commit(ctx context.Context, produced []*message.Message) error {
 	return nil
 }
 
-// commit takes one round trip: if a statement fails, the server skips those after it.
+func (t *tx) send(ctx context.Context, statements ...statement) (pgconn.CommandTag, error) {
+	return t.store.send(ctx, t.conn.Conn(), statements...)
+}
+
+// commit takes one round trip.
 func (t *tx) commit(ctx context.Context, produced []*message.Message) error {
-	batch := &pgx.Batch{}
-	batch.Queue(check, t.mark)
-	if err := t.produce(batch, produced); err != nil {
-		return fmt.Errorf("store produced messages: %w", err)
+	statements := make([]statement, 0, 3)
+	statements = append(statements, statement{sql: check, args: []any{t.mark}})
+	if len(produced) > 0 {
+		store, err := t.produce(produced)
+		if err != nil {
+			return fmt.Errorf("store produced messages: %w", err)
+		}
+		statements = append(statements, store)
 	}
-	batch.Queue(commits)
-	results := t.conn.SendBatch(ctx, batch)
-	var last pgconn.CommandTag
-	for range batch.Len() {
-		last, _ = results.Exec() // Close has the first error
-	}
-	if err := results.Close(); err != nil {
+	last, err := t.send(ctx, append(statements, statement{sql: commits})...)
+	if err != nil {
 		return err
 	}
 	if last.String() != "COMMIT" {
@@ -97,17 +99,15 @@ func (t *tx) check() error {
 	return nil
 }
 
-func (t *tx) produce(batch *pgx.Batch, produced []*message.Message) error {
-	if len(produced) == 0 {
-		return nil
-	}
+// produce stores messages.
+func (t *tx) produce(produced []*message.Message) (statement, error) {
 	uuids := make([]string, len(produced))
 	encoded := make([][]byte, len(produced))
 	payloads := make([][]byte, len(produced))
 	for i, msg := range produced {
 		var err error
 		if encoded[i], err = metadata.Encode(msg.Metadata); err != nil {
-			return err
+			return statement{}, err
 		}
 		uuids[i] = msg.UUID
 		payloads[i] = msg.Payload
@@ -115,8 +115,7 @@ func (t *tx) produce(batch *pgx.Batch, produced []*message.Message) error {
 			payloads[i] = []byte{} // not null
 		}
 	}
-	batch.Queue(t.sql.produce, t.claim.SubscriberID, t.claim.EventID, uuids, encoded, payloads)
-	return nil
+	return statement{sql: t.store.sql.produce, args: []any{t.claim.SubscriberID, t.claim.EventID, uuids, encoded, payloads}}, nil
 }
 
 func (t *tx) commitError(err error) error {
@@ -139,16 +138,17 @@ func (t *tx) keep(ctx context.Context, produced []*message.Message, ended error)
 		return ended
 	}
 	_ = t.end(ctx)
-	err := pgx.BeginFunc(ctx, t.pool, func(own pgx.Tx) error {
+	err := pgx.BeginFunc(ctx, t.store.pool, func(own pgx.Tx) error {
 		var held bool
-		if err := own.QueryRow(ctx, t.sql.held, t.claim.SubscriberID, t.claim.EventID, t.mark).Scan(&held); err != nil || !held {
+		if err := own.QueryRow(ctx, t.store.sql.held, t.claim.SubscriberID, t.claim.EventID, t.mark).Scan(&held); err != nil || !held {
 			return err
 		}
-		batch := &pgx.Batch{}
-		if err := t.produce(batch, produced); err != nil {
+		store, err := t.produce(produced)
+		if err != nil {
 			return err
 		}
-		return own.SendBatch(ctx, batch).Close()
+		_, err = own.Exec(ctx, store.sql, store.args...)
+		return err
 	})
 	if err != nil {
 		return fmt.Errorf("%w; %w: %w", ended, errNotKept, err)

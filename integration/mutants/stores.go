@@ -79,13 +79,23 @@ var stores = []mutant{
 		"postgres", sessionState,
 	},
 	{
+		"a session whose prepared statements are gone or outdated is closed", "internal/sqlstate/sqlstate.go",
+		"case ReadOnly, InsufficientPrivilege, NoSuchStatement, FeatureNotSupported:", "case ReadOnly, InsufficientPrivilege:",
+		"postgres", sessionState,
+	},
+	{
+		"nothing is prepared where the pool is configured not to", "postgres/send.go",
+		"config.DefaultQueryExecMode == pgx.QueryExecModeCacheStatement", "true",
+		"postgres", "TestTrap29_PgBouncerInTransactionMode",
+	},
+	{
 		"a session that a handler has spoilt is closed", "sqlstore/postgresql.go",
 		"case sqlstate.IsOfSession(err):", "case false:",
 		"sqlstore", sessionState,
 	},
 	{
 		"a bounded claim restores the lock timeout", "postgres/store.go",
-		"if bounded {\n\t\tbatch.Queue(unboundWait)\n\t}\n", "",
+		"begin, bound, claim, statement{sql: unboundWait})", "begin, bound, claim)",
 		"postgres", lockTimeout,
 	},
 	{

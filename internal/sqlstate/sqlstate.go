@@ -10,9 +10,11 @@ import (
 
 // Codes, from appendix A of PostgreSQL's manual.
 const (
+	FeatureNotSupported   = "0A000"
 	DivisionByZero        = "22012"
 	ReadOnly              = "25006"
 	InFailedTransaction   = "25P02"
+	NoSuchStatement       = "26000"
 	SerializationFailure  = "40001"
 	DeadlockDetected      = "40P01"
 	InsufficientPrivilege = "42501"
@@ -33,10 +35,14 @@ func Of(err error) string {
 }
 
 // IsOfSession tells whether a claim failed because of what its session is: one that a handler left read-only or in another
-// role (SET ROLE), or one with a primary that has become a standby. On the same connection, every later claim would fail too.
+// role (SET ROLE) or without its prepared statements (DEALLOCATE ALL), one that has prepared them for tables that look
+// different now, or one with a primary that has become a standby. On the same connection, every later claim would fail too.
 func IsOfSession(err error) bool {
-	code := Of(err)
-	return code == ReadOnly || code == InsufficientPrivilege
+	switch Of(err) {
+	case ReadOnly, InsufficientPrivilege, NoSuchStatement, FeatureNotSupported:
+		return true
+	}
+	return false
 }
 
 // Classify tells what a code means for the message at hand.
