@@ -48,8 +48,8 @@
 // # What handlers leave on a connection
 //
 // Settings, temporary tables and the like that a handler leaves on its connection lead no later claim astray: all statements
-// name the schema. A connection that is left read-only, or in a role without privileges, fails one claim with an error and
-// is closed.
+// name the schema. A connection that is left read-only, in a role without privileges, or without its prepared statements
+// (DEALLOCATE ALL), fails one claim with an error and is closed.
 //
 // # Durability
 //

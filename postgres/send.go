@@ -25,8 +25,8 @@ func (s *Store) send(ctx context.Context, conn *pgx.Conn, statements ...statemen
 	return sendBatch(ctx, conn, statements)
 }
 
-// preparesStatements tells whether the connections of the pool are configured to prepare statements, and nothing wants to
-// see them on their way.
+// preparesStatements tells whether the connections of the pool prepare statements, and no tracer wants to see them: pgconn
+// knows no tracers.
 func preparesStatements(ctx context.Context, pool *pgxpool.Pool) (prepares bool, err error) {
 	err = pool.AcquireFunc(ctx, func(conn *pgxpool.Conn) error {
 		config := conn.Conn().Config()
@@ -36,12 +36,13 @@ func preparesStatements(ctx context.Context, pool *pgxpool.Pool) (prepares bool,
 	return prepares, err
 }
 
+// builders hold the memory that parameters are encoded into.
 var builders = sync.Pool{New: func() any { return new(pgx.ExtendedQueryBuilder) }}
 
 // sendPrepared does what sendBatch does under [pgx.QueryExecModeCacheStatement], with half of the allocations.
 func sendPrepared(ctx context.Context, conn *pgx.Conn, statements []statement) (last pgconn.CommandTag, err error) {
 	var batch pgconn.Batch
-	query := builders.Get().(*pgx.ExtendedQueryBuilder)
+	query := builders.Get().(*pgx.ExtendedQueryBuilder) //nolint:errcheck // it holds nothing else
 	defer builders.Put(query)
 	for _, s := range statements {
 		prepared, err := conn.Prepare(ctx, s.sql, s.sql) // asks the server once per connection

@@ -48,8 +48,11 @@ const (
 	mark  = "pg_catalog.pg_current_xact_id()::pg_catalog.text"
 	check = "select 1 / (pg_catalog.pg_current_xact_id_if_assigned()::pg_catalog.text is not distinct from $1::pg_catalog.text)::int," +
 		" case when pg_catalog.current_setting('synchronous_commit') = 'off' then pg_catalog.set_config('synchronous_commit', 'on', true) end"
-	commits         = "commit"
-	endsUncommitted = "rollback"
+
+	// With a semicolon, they are not the texts that pgx uses: those stay unprepared on the connection, and work on one
+	// without its prepared statements.
+	commits         = "commit;"
+	endsUncommitted = "rollback;"
 )
 
 // New returns a store on the pool, after it has checked what would lose messages later: [idempotency.ErrSchema],
@@ -76,7 +79,7 @@ func New(ctx context.Context, pool *pgxpool.Pool, opts ...Option) (*Store, error
 	}
 	batch := &pgx.Batch{}
 	batch.BeginTx(pgx.TxOptions{IsoLevel: c.isolation})
-	begin := batch.QueuedQueries[0].SQL
+	begin := batch.QueuedQueries[0].SQL + ";"
 	batch.QueuedQueries = nil
 	return &Store{
 		pool:           pool,

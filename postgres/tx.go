@@ -67,11 +67,11 @@ func (t *tx) commit(ctx context.Context, produced []*message.Message) error {
 	statements := make([]statement, 0, 3)
 	statements = append(statements, statement{sql: check, args: []any{t.mark}})
 	if len(produced) > 0 {
-		store, err := t.produce(produced)
+		insert, err := t.produce(produced)
 		if err != nil {
 			return fmt.Errorf("store produced messages: %w", err)
 		}
-		statements = append(statements, store)
+		statements = append(statements, insert)
 	}
 	last, err := t.send(ctx, append(statements, statement{sql: commits})...)
 	if err != nil {
@@ -143,11 +143,11 @@ func (t *tx) keep(ctx context.Context, produced []*message.Message, ended error)
 		if err := own.QueryRow(ctx, t.store.sql.held, t.claim.SubscriberID, t.claim.EventID, t.mark).Scan(&held); err != nil || !held {
 			return err
 		}
-		store, err := t.produce(produced)
+		insert, err := t.produce(produced)
 		if err != nil {
 			return err
 		}
-		_, err = own.Exec(ctx, store.sql, store.args...)
+		_, err = own.Exec(ctx, insert.sql, insert.args...)
 		return err
 	})
 	if err != nil {

@@ -59,7 +59,7 @@ func (c *wireConn) Write(data []byte) (int, error) {
 
 // commits tells whether data executes the COMMIT that was prepared before.
 func (w *Wire) commits(data []byte) bool {
-	if before, _, prepares := bytes.Cut(data, []byte("\x00commit\x00")); prepares {
+	if before, _, prepares := bytes.Cut(data, []byte("\x00commit;\x00")); prepares {
 		name := string(before[bytes.LastIndexByte(before, 0)+2:]) // what precedes it is the last byte of the message's length
 		w.commit.Store(&name)
 		return false
