@@ -10,8 +10,10 @@ import (
 	"github.com/ThreeDotsLabs/watermill/message"
 )
 
-// attempt is one run of a handler inside a claim's transaction. It travels in the message's context.
+// attempt is one run of a handler inside a claim's transaction. It is the message's context meanwhile.
 type attempt struct {
+	context.Context //nolint:containedctx // the one that the message came with
+
 	claim Claim
 	msg   *message.Message
 	raw   any
@@ -23,6 +25,14 @@ type attempt struct {
 }
 
 type attemptKey struct{}
+
+// Value implements context.Context: the attempt is found in itself.
+func (a *attempt) Value(key any) any {
+	if key == (attemptKey{}) {
+		return a
+	}
+	return a.Context.Value(key)
+}
 
 func attemptFromContext(ctx context.Context) *attempt {
 	a, _ := ctx.Value(attemptKey{}).(*attempt)

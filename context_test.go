@@ -81,7 +81,7 @@ func TestTrap09_NothingReachesAnEndedTransaction(t *testing.T) {
 func TestTrap09_TransactionEndedByTheHandlerIsNotAcked(t *testing.T) {
 	t.Parallel()
 	b := setup(t)
-	b.store.commit = func() error { return fmt.Errorf("commit: %w", idempotency.ErrTxEnded) }
+	b.store.commit = func(context.Context) error { return fmt.Errorf("commit: %w", idempotency.ErrTxEnded) }
 	_, err := b.Middleware.Middleware(idempotency.Handler(createLabel))(order("1"))
 	require.ErrorIs(t, err, idempotency.ErrTxEnded)
 	require.NotErrorIs(t, err, idempotency.ErrCommitUnknown)

@@ -1,11 +1,9 @@
 package idempotency
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"math/rand/v2"
 	"time"
 
@@ -24,23 +22,6 @@ type delivery struct {
 	attempts int
 	again    bool  // another attempt follows
 	event    Event // of this attempt
-}
-
-// original is a message as it came.
-type original struct {
-	uuid     string
-	metadata message.Metadata
-	payload  message.Payload
-}
-
-func snapshot(msg *message.Message) original {
-	return original{msg.UUID, maps.Clone(msg.Metadata), bytes.Clone(msg.Payload)}
-}
-
-// restore undoes what a failed attempt changed: the next one, ours or that of middleware.Retry, must meet the same key and
-// the same content.
-func (o original) restore(msg *message.Message) {
-	msg.UUID, msg.Metadata, msg.Payload = o.uuid, o.metadata, o.payload
 }
 
 // identify finds the key and the store, and takes the fingerprint.
@@ -145,8 +126,8 @@ func (d *delivery) pause(ctx context.Context) {
 	}
 }
 
-func (d *delivery) rollback(detached context.Context, tx Tx) {
-	ctx, cancel := context.WithTimeout(detached, d.m.commitTimeout)
+func (d *delivery) rollback(ctx context.Context, tx Tx) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.m.commitTimeout)
 	defer cancel()
 	if err := tx.Rollback(ctx); err != nil {
 		// The server rolls back what it hears no more of.
@@ -165,11 +146,11 @@ func (d *delivery) settle(inside context.Context, produced []*message.Message) (
 }
 
 // runHooks runs the functions of [AfterCommit].
-func (d *delivery) runHooks(detached context.Context, hooks []func(ctx context.Context) error) error {
+func (d *delivery) runHooks(ctx context.Context, hooks []func(ctx context.Context) error) error {
 	if len(hooks) == 0 {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(detached, d.m.commitTimeout)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.m.commitTimeout)
 	defer cancel()
 	var errs []error
 	for _, hook := range hooks {

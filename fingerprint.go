@@ -91,7 +91,9 @@ func (f *fingerprint) of(msg *message.Message) ([]byte, error) {
 	eventType, source := firstSet(msg.Metadata, f.typeMetadata), firstSet(msg.Metadata, f.sourceMetadata)
 
 	// What is hashed begins with the lengths: no two contents look the same in it.
-	head := make([]byte, 0, 128)
+	const lengths = 8 + 8
+	buffer := make([]byte, fingerprintSize+lengths+len(eventType)+len(source)) // one for both: what hash/crc32 reads is on the heap
+	sum, head := buffer[:0:fingerprintSize], buffer[fingerprintSize:fingerprintSize]
 	head = binary.BigEndian.AppendUint64(head, uint64(len(eventType)))
 	head = binary.BigEndian.AppendUint64(head, uint64(len(source)))
 	typeStart := len(head)
@@ -102,7 +104,6 @@ func (f *fingerprint) of(msg *message.Message) ([]byte, error) {
 	hash.Write(head)
 	hash.Write(payload)
 
-	sum := make([]byte, 0, fingerprintSize)
 	sum = binary.BigEndian.AppendUint32(sum, f.scheme)
 	for _, part := range [...][]byte{head[typeStart:sourceStart], head[sourceStart:], payload} {
 		sum = binary.BigEndian.AppendUint32(sum, crc32.ChecksumIEEE(part))

@@ -1,7 +1,10 @@
 package idempotency_test
 
 import (
+	"context"
+	"encoding/hex"
 	"encoding/json"
+	"strings"
 	"testing"
 	"time"
 
@@ -92,6 +95,33 @@ func TestOtherContentUnderAKnownIDIsAConflict(t *testing.T) {
 			// The first content is what it was.
 			_, err = handle(test.first)
 			require.NoError(t, err)
+		})
+	}
+}
+
+// Records are stored with them.
+func TestFingerprintsStayAsTheyAreStored(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		msg    *message.Message
+		stored string
+	}{
+		"all":        {content(`{"a":1}`, "ce_type", "placed", "ce_source", "/eu"), "7534ec827d7ce992f4b5c29e561bacafa70b53c73b8d0e6d6c532eb9377f5dba4bc127f8b2c45cf3c619e9974d931eb7"},
+		"no type":    {content(`{"a":1}`), "7534ec820000000000000000561bacafc5961791f82c7a925cef5b9fb7af1e2b205b05ab33c26b1ddabac8b2ff90930d"},
+		"no payload": {content("", "name", "placed"), "7534ec827d7ce9920000000000000000d5af7986da914b37d7cdb79e4a214df0455e952305596266d37aaecb8b7378f1"},
+		"long":       {content(strings.Repeat("x", 1000), "ce_type", strings.Repeat("t", 200)), "7534ec826ca7216e000000003b41c9e6b7095b720e5bebcd1f8d6547a6344acebdc1a42924d42951261c5b088d9e116a"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			b := setup(t)
+			var stored []byte
+			b.store.claim = func(_ context.Context, c idempotency.Claim) error {
+				stored = c.Fingerprint
+				return nil
+			}
+			_, err := b.Middleware.Middleware(idempotency.Handler(createLabel))(test.msg)
+			require.NoError(t, err)
+			require.Equal(t, test.stored, hex.EncodeToString(stored))
 		})
 	}
 }

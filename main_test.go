@@ -27,8 +27,8 @@ var (
 type testStore struct {
 	*idempotencytest.MemStore
 	claim  func(ctx context.Context, c idempotency.Claim) error
-	read   func()       // after a claim, before it returns
-	commit func() error // before the commit: nothing is committed
+	read   func()                          // after a claim, before it returns
+	commit func(ctx context.Context) error // before the commit: nothing is committed
 	acked  func(keys []idempotency.Key) error
 }
 
@@ -74,7 +74,7 @@ type testTx struct {
 
 func (tx testTx) Commit(ctx context.Context, produced []*message.Message) error {
 	if tx.store.commit != nil {
-		if err := tx.store.commit(); err != nil {
+		if err := tx.store.commit(ctx); err != nil {
 			_ = tx.Rollback(ctx)
 			return err
 		}

@@ -4,8 +4,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"runtime"
+	"slices"
+	"strconv"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/ThreeDotsLabs/watermill"
@@ -91,7 +95,7 @@ func TestTrap03_LostCommitAnswerIsAnErrorAndTheRedeliveryDecides(t *testing.T) {
 			if applied {
 				b.store.FailCommit(lost)
 			} else {
-				b.store.commit = func() error { return lost }
+				b.store.commit = func(context.Context) error { return lost }
 			}
 			handle := b.Middleware.Middleware(writeThen(func(*message.Message) ([]*message.Message, error) {
 				return []*message.Message{order("produced")}, nil
@@ -429,6 +433,82 @@ func TestTrap14_NothingOfAFailedAttemptReachesTheNext(t *testing.T) {
 	require.ErrorIs(t, err, idempotency.ErrTxEnded)
 }
 
+// Copies are pooled: that of a failed message must not be the next message's.
+func TestTrap14_CopyOfAFailedMessageIsItsOwn(t *testing.T) {
+	t.Parallel()
+	for name, came := range map[string]struct {
+		metadata message.Metadata
+		payload  message.Payload
+	}{
+		"content": {message.Metadata{"name": "placed", "source": "eu"}, message.Payload("payload")},
+		"empty":   {message.Metadata{}, message.Payload{}},
+		"none":    {nil, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			b := setup(t, idempotency.WithKey(idempotency.MessageUUID()))
+			fail := b.Middleware.Middleware(func(msg *message.Message) ([]*message.Message, error) {
+				msg.Payload, msg.Metadata = message.Payload("spoilt"), message.Metadata{"spoilt": "yes"}
+				return nil, errBusiness
+			})
+			succeed := b.Middleware.Middleware(writeThen(func(*message.Message) ([]*message.Message, error) { return nil, nil }))
+			msg := message.NewMessage("failed", slices.Clone(came.payload))
+			msg.Metadata = maps.Clone(came.metadata)
+			for i := range 100 { // the pool drops some under the race detector
+				_, err := fail(msg)
+				require.ErrorIs(t, err, errBusiness)
+				_, err = succeed(order(strconv.Itoa(i)))
+				require.NoError(t, err)
+				require.Equal(t, came.metadata, msg.Metadata)
+				require.Equal(t, came.payload, msg.Payload)
+			}
+		})
+	}
+}
+
+func TestCommitIsBoundedByATimerThatCommitsShare(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		b := setup(t, idempotency.WithCommitTimeout(8*time.Second))
+		type key struct{}
+		var bounds []time.Duration
+		b.store.commit = func(ctx context.Context) error {
+			require.Equal(t, "value", ctx.Value(key{}))
+			began, ended := time.Now(), make(chan struct{})
+			goroutines := runtime.NumGoroutine()
+			stop := context.AfterFunc(ctx, func() { close(ended) })
+			defer stop()
+			require.Equal(t, goroutines, runtime.NumGoroutine(), "the standard library finds the context that ends")
+			if len(bounds) == 1 { // one that shares, and ends in time
+				bounds = append(bounds, 0)
+				return nil
+			}
+			<-ended
+			require.ErrorIs(t, ctx.Err(), context.DeadlineExceeded)
+			bounds = append(bounds, time.Since(began))
+			return ctx.Err()
+		}
+		deliver := func(eventID string) error {
+			ctx, cancel := context.WithCancel(context.WithValue(t.Context(), key{}, "value"))
+			handle := b.Middleware.Middleware(writeThen(func(*message.Message) ([]*message.Message, error) {
+				cancel()
+				return nil, nil
+			}))
+			msg := order(eventID)
+			msg.SetContext(ctx)
+			_, err := handle(msg)
+			return err
+		}
+		require.ErrorIs(t, deliver("1"), idempotency.ErrCommitUnknown)
+		require.NoError(t, deliver("2"))
+		time.Sleep(time.Second) //nolint:forbidigo // synctest's clock
+		require.ErrorIs(t, deliver("3"), context.DeadlineExceeded)
+		time.Sleep(time.Second) //nolint:forbidigo // synctest's clock
+		require.ErrorIs(t, deliver("4"), context.DeadlineExceeded)
+		require.Equal(t, []time.Duration{8 * time.Second, 0, 7 * time.Second, 8 * time.Second}, bounds)
+	})
+}
+
 func TestTrap38_NothingTurnsACommittedMessageIntoAFailure(t *testing.T) {
 	t.Parallel()
 	b := setup(t, idempotency.WithObserver(idempotency.ObserverFunc(func(context.Context, idempotency.Event) { panic("observer") })))
@@ -462,7 +542,7 @@ func TestTrap38_NothingTurnsACommittedMessageIntoAFailure(t *testing.T) {
 func TestAfterCommitDoesNotRunAfterAFailedCommit(t *testing.T) {
 	t.Parallel()
 	b := setup(t)
-	b.store.commit = func() error { return fmt.Errorf("%w: deferred constraint", idempotency.ErrRolledBack) }
+	b.store.commit = func(context.Context) error { return fmt.Errorf("%w: deferred constraint", idempotency.ErrRolledBack) }
 	_, err := b.Middleware.Middleware(func(msg *message.Message) ([]*message.Message, error) {
 		return nil, idempotency.AfterCommit(msg.Context(), func(context.Context) error { t.Error("must not run"); return nil })
 	})(order("1"))

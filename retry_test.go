@@ -31,7 +31,7 @@ func TestTrap13_ConflictsAreRetriedInPlace(t *testing.T) {
 			case idempotency.OpClaim:
 				b.store.claim = func(context.Context, idempotency.Claim) error { return conflict() }
 			case idempotency.OpCommit:
-				b.store.commit = conflict
+				b.store.commit = func(context.Context) error { return conflict() }
 			case idempotency.OpHandler, idempotency.OpKey, idempotency.OpProduced:
 			}
 			calls := 0
@@ -101,7 +101,7 @@ func TestNoRetryWhenTheContextHasEnded(t *testing.T) {
 func TestTrap03_CommitOfUnknownOutcomeIsNotTriedAgainInPlace(t *testing.T) {
 	t.Parallel()
 	b := setup(t)
-	b.store.commit = func() error { return errConflict }
+	b.store.commit = func(context.Context) error { return errConflict }
 	_, err := b.Middleware.Middleware(func(*message.Message) ([]*message.Message, error) { return nil, nil })(order("1"))
 	require.ErrorIs(t, err, idempotency.ErrCommitUnknown)
 	require.Equal(t, []idempotency.Outcome{idempotency.CommitUnknown}, b.observed.outcomes())

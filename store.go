@@ -86,6 +86,9 @@ type Tx interface {
 	// transaction by itself, errors.Is(err, ErrTxEnded) is true; if it has committed the claim, produced is stored all the
 	// same, because the redelivery is a duplicate. Whatever is returned, the transaction is over and its connection is given
 	// back.
+	//
+	// ctx has the commit timeout as its deadline and is not cancelled before, also not when Commit has returned: nothing may
+	// stay behind that waits for its end.
 	Commit(ctx context.Context, produced []*message.Message) error
 
 	// Rollback undoes the claim and what the handler wrote, and gives the connection back. It does nothing after Commit

@@ -78,12 +78,12 @@ func (s *Store) Claim(ctx context.Context, c idempotency.Claim) (idempotency.Tx,
 	if err := ctx.Err(); err != nil {
 		return nil, nil, fmt.Errorf("dupcache: claim: %w", err)
 	}
-	now := time.Now()
-	if e, ok := s.entries.Get(c.Key); ok && e.published.Load() && now.Before(e.expires) {
+	if e, ok := s.entries.Get(c.Key); ok && e.published.Load() && time.Until(e.expires) > 0 {
 		record := e.record
 		record.Fingerprint = bytes.Clone(record.Fingerprint)
 		return nil, &record, nil
 	}
+	now := time.Now()
 	claimed, record, err := s.store.Claim(ctx, c)
 	switch {
 	case err != nil:

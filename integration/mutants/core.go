@@ -4,7 +4,7 @@ package main
 var core = []mutant{
 	{
 		"produced messages are stored", "middleware.go",
-		"tx.Commit(commitCtx, stored)", "tx.Commit(commitCtx, nil)",
+		"tx.Commit(d.m.commits.detached(ctx, clock), stored)", "tx.Commit(d.m.commits.detached(ctx, clock), nil)",
 		".", "TestReplayGivesADuplicateTheSameMessages",
 	},
 	{
@@ -19,18 +19,48 @@ var core = []mutant{
 	},
 	{
 		"an error rolls back", "middleware.go",
-		"d.rollback(detached, tx)", "_ = d.rollback",
+		"d.rollback(ctx, tx)", "_ = d.rollback",
 		".", "TestHandlerErrorRollsBackAndIsReturnedAsItIs",
 	},
 	{
 		"a panic rolls back", "middleware.go",
-		"d.rollback(detached, tx)", "if returned {\n\t\t\td.rollback(detached, tx)\n\t\t}",
+		"d.rollback(ctx, tx)", "if returned {\n\t\t\td.rollback(ctx, tx)\n\t\t}",
 		".", "TestTrap10_PanicAndGoexitRollBack",
 	},
 	{
 		"the commit is detached from cancellation", "middleware.go",
-		"commitCtx, cancel := context.WithTimeout(detached,", "commitCtx, cancel := context.WithTimeout(ctx,",
+		"tx.Commit(d.m.commits.detached(ctx, clock), stored)", "tx.Commit(ctx, stored)",
 		".", "TestTrap11_HandlerThatSucceededIsCommittedThoughItsContextIsCancelled",
+	},
+	{
+		"the commit is bounded", "deadline.go",
+		"context.WithDeadline(context.Background(), now.Add(d.timeout))", "context.WithCancel(context.Background())",
+		".", "TestCommitIsBoundedByATimerThatCommitsShare",
+	},
+	{
+		"a commit has most of its timeout", "deadline.go",
+		"end == nil || now.After(end.fresh)", "end == nil",
+		".", "TestCommitIsBoundedByATimerThatCommitsShare",
+	},
+	{
+		"the end of a commit is waited for without a goroutine", "deadline.go",
+		"if value := d.deadline.Value(key); value != nil {", "if value := d.deadline.Value(key); false {",
+		".", "TestCommitIsBoundedByATimerThatCommitsShare",
+	},
+	{
+		"a copy that a failed attempt gave away is not used again", "middleware.go",
+		"original.restore(d.msg)", "original.restore(d.msg)\n\t\toriginal.release()",
+		".", "TestTrap14_CopyOfAFailedMessageIsItsOwn",
+	},
+	{
+		"what a message did not have it has not after a failed attempt", "original.go",
+		"if !o.noPayload {", "if true {",
+		".", "TestTrap14_CopyOfAFailedMessageIsItsOwn",
+	},
+	{
+		"fingerprints stay as they are stored", "fingerprint.go",
+		"crc32.ChecksumIEEE(part)", "crc32.ChecksumIEEE(part)+1",
+		".", "TestFingerprintsStayAsTheyAreStored",
 	},
 	{
 		"what is produced is stored detached from cancellation", "delivery.go",
@@ -175,7 +205,7 @@ var core = []mutant{
 	},
 	{
 		"functions of AfterCommit run after the commit", "middleware.go",
-		"err = tx.Commit(commitCtx, stored)", "_ = d.runHooks(detached, hooks)\n\terr = tx.Commit(commitCtx, stored)",
+		"err = tx.Commit(d.m.commits", "_ = d.runHooks(ctx, hooks)\n\terr = tx.Commit(d.m.commits",
 		".", "TestAfterCommitDoesNotRunAfterAFailedCommit",
 	},
 	{
