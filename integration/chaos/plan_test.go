@@ -40,7 +40,7 @@ var (
 		{stopped, 5},
 		{crashed, 2},
 		{backend, 11},
-		{rabbit, 1},
+		{rabbit, 4},
 		{broker, 1},
 		{cut, 3},
 		{delayed, 2},
