@@ -290,8 +290,9 @@ func applyToServer(ctx context.Context, s step, crews []*crew) error {
 	case crashed:
 		return errors.Join(servers.crash(ctx, postgresql), servers.restart(ctx, postgresql))
 	case rabbit:
-		// It is not killed: after that, a quorum queue was once seen to settle nothing for minutes, for a reason not known.
 		return errors.Join(servers.shut(ctx, rabbitmq), servers.restart(ctx, rabbitmq))
+	case felled:
+		return errors.Join(servers.crash(ctx, rabbitmq), servers.restart(ctx, rabbitmq))
 	case broker:
 		return errors.Join(servers.crash(ctx, kafkaName), servers.restart(ctx, kafkaName))
 	case backend:
