@@ -15,6 +15,7 @@ const (
 	crashed  = "PostgreSQL killed"
 	backend  = "transactions terminated"
 	rabbit   = "RabbitMQ restarted"
+	felled   = "RabbitMQ killed"
 	broker   = "Kafka killed"
 	cut      = "connections cut"
 	delayed  = "connections delayed"
@@ -24,7 +25,7 @@ const (
 
 var (
 	kills       = []string{killed, killedAtPoint}
-	serverKills = []string{stopped, crashed, backend, rabbit, broker}
+	serverKills = []string{stopped, crashed, backend, rabbit, felled, broker}
 )
 
 // amount is how often a round has a fault.
@@ -41,6 +42,7 @@ var (
 		{crashed, 2},
 		{backend, 11},
 		{rabbit, 1},
+		{felled, 1},
 		{broker, 1},
 		{cut, 3},
 		{delayed, 2},

@@ -204,7 +204,17 @@ func (c *cluster) shut(ctx context.Context, name string) error {
 
 // restart starts a server that has ended, and waits until it answers.
 func (c *cluster) restart(ctx context.Context, name string) error {
-	return script(ctx, c.dir, "start.sh", name)
+	before := c.direct
+	if err := script(ctx, c.dir, "start.sh", name); err != nil {
+		return err
+	}
+	if err := c.readAddresses(); err != nil {
+		return err
+	}
+	if c.direct != before {
+		return fmt.Errorf("%s has moved: %v is %v now", name, before, c.direct)
+	}
+	return nil
 }
 
 // stopImmediately does what "pg_ctl stop -m immediate" does: sessions end, nothing is written down, and the next start

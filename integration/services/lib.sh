@@ -25,9 +25,9 @@ as_owner() {
 	case $name in
 	postgres*) if is_root; then
 		# From a folder that the other user may enter, and with no descriptor of ours but the standard three.
-		(cd / && exec env -u LC_ALL -u LC_MESSAGES LANG=C.UTF-8 runuser -u postgres -- "$@" 9>&-)
+		(cd / && exec env -u LC_ALL -u LC_MESSAGES LANG=C.UTF-8 runuser -u postgres -- "$@" 7>&- 9>&-)
 	else
-		env -u LC_ALL -u LC_MESSAGES LANG=C.UTF-8 "$@" 9>&-
+		env -u LC_ALL -u LC_MESSAGES LANG=C.UTF-8 "$@" 7>&- 9>&-
 	fi ;;
 	*) "$@" ;;
 	esac

@@ -97,23 +97,30 @@ reachable() {
 		die "$variable is set, but nothing listens on $place. Unset it, and a server is started here."
 }
 
-# pick_port NAME keeps the port of the last start, or takes the one asked for,
-# or the default one, or the next free one. Kafka and RabbitMQ use the port
-# above theirs as well.
+# free NAME PORT: Kafka and RabbitMQ use the port above theirs as well.
+free() {
+	listens "$2" && return 1
+	case $1 in rabbitmq | kafka) ! listens $(($2 + 1)) ;; esac
+}
+
+# pick_port NAME takes the port asked for, or keeps the one of the last start, or
+# takes the default one, or the next free one.
 pick_port() {
 	local name=$1 variable asked port step
 	variable=$(port_variable_of "$name")
 	asked=${!variable:-}
-	if [ -n "$asked" ]; then
-		listens "$asked" && die "$variable=$asked: the port is taken"
-		echo "$asked"
-		return
+	port=${asked:-$(port_of "$name")} || port=''
+	if [ -n "$port" ]; then
+		# Clients know it, and the system may still be at clearing away the old server.
+		for _ in {1..100}; do
+			free "$name" "$port" && echo "$port" && return
+			sleep 0.1
+		done
+		[ -z "$asked" ] || die "$variable=$asked: the port is taken"
 	fi
-	for port in $(port_of "$name") $(for step in 0 10 20 30 40 50 60 70 80 90; do echo $(($(default_port_of "$name") + step)); done); do
-		listens "$port" && continue
-		case $name in rabbitmq | kafka) listens $((port + 1)) && continue ;; esac
-		echo "$port"
-		return
+	for step in 0 10 20 30 40 50 60 70 80 90; do
+		port=$(($(default_port_of "$name") + step))
+		free "$name" "$port" && echo "$port" && return
 	done
 	die "no free port for $name: set $variable"
 }
@@ -169,7 +176,7 @@ install_packages() {
 				[[ $(apt-cache policy "$java") == *'Candidate: '[0-9]* ]] && missing+=("$java") && break
 			done
 		fi
-		apt-get install -y -qq --no-install-recommends "${missing[@]}" >>"$state/apt.log" 2>&1 9>&- ||
+		apt-get install -y -qq --no-install-recommends "${missing[@]}" >>"$state/apt.log" 2>&1 7>&- 9>&- ||
 			{ tail -n 20 "$state/apt.log" >&2 && die "apt-get install ${missing[*]} failed"; }
 	fi
 	# Before PostgreSQL starts: a running server doesn't see a new locale everywhere.
@@ -190,7 +197,7 @@ fetch_jars() {
 		arch=amd64
 		case $(uname -m) in aarch64 | arm64) arch=arm64v8 ;; esac
 		mvn -B -q -f "$here/pom.xml" "-Dpostgres.arch=$arch" dependency:copy-dependencies \
-			"-DoutputDirectory=$tmp" -DincludeScope=runtime </dev/null >"$cache/mvn.log" 2>&1 8>&- 9>&- ||
+			"-DoutputDirectory=$tmp" -DincludeScope=runtime </dev/null >"$cache/mvn.log" 2>&1 8>&- 7>&- 9>&- ||
 			{ tail -n 20 "$cache/mvn.log" >&2 && die 'the download from Maven Central failed'; }
 		mkdir "$tmp/postgres"
 		mv "$tmp"/embedded-postgres-binaries-*.jar "$tmp/postgres/"
@@ -285,7 +292,7 @@ start_rabbitmq() {
 		exec "/usr/lib/rabbitmq/bin/\$tool" "\$@"
 	EOF
 	chmod 755 "$dir/run"
-	(cd "$dir" && exec setsid "$dir/run" rabbitmq-server </dev/null >"$dir/console.log" 2>&1 9>&-) &
+	(cd "$dir" && exec setsid "$dir/run" rabbitmq-server </dev/null >"$dir/console.log" 2>&1 7>&- 9>&-) &
 	echo $! >"$dir/pid"
 	disown
 	await rabbitmq "$dir/console.log"
@@ -322,7 +329,7 @@ start_kafka() {
 	fi
 	(cd "$dir" && exec setsid "$java" -Xmx512m -XX:TieredStopAtLevel=1 -XX:+UseSerialGC -Dorg.slf4j.simpleLogger.defaultLogLevel=warn \
 		-Dorg.slf4j.simpleLogger.showDateTime=true '-Dorg.slf4j.simpleLogger.dateTimeFormat=yyyy-MM-dd HH:mm:ss.SSS' \
-		-cp "$jars/*" kafka.Kafka "$dir/server.properties" </dev/null >"$dir/log" 2>&1 9>&-) &
+		-cp "$jars/*" kafka.Kafka "$dir/server.properties" </dev/null >"$dir/log" 2>&1 7>&- 9>&-) &
 	echo $! >"$dir/pid"
 	disown
 	await kafka "$dir/log"
@@ -357,6 +364,11 @@ start_native() {
 	done
 	[ "${#needed[@]}" = 0 ] || install_packages "${needed[@]}"
 	make_data
+
+	# The servers of two folders that start at once would pick the same ports.
+	mkdir -p "$cache"
+	exec 7>"$cache/ports.lock"
+	flock -w 600 7 || die "another start.sh has held $cache/ports.lock for 10 minutes"
 
 	# In parallel; each one's line when it is up.
 	local pids=() failed=0 pid
@@ -401,7 +413,7 @@ start_docker() {
 		variable=$(port_variable_of "$name")
 		export "$variable=${port:-$(default_port_of "$name")}"
 	done
-	compose up -d --wait --wait-timeout 300 "$@" 9>&- || { compose logs --tail 30 >&2 && die 'not all services are up'; }
+	compose up -d --wait --wait-timeout 300 "$@" 7>&- 9>&- || { compose logs --tail 30 >&2 && die 'not all services are up'; }
 	for name in "$@"; do
 		report "$name" "$(compose images --format json "$name" 2>/dev/null | sed -nE 's/.*"Tag":"([^"]*)".*/\1/p' | head -n 1)" \
 			"127.0.0.1:$(port_of "$name")" "$(since "$begun") s" docker
