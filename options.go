@@ -131,9 +131,10 @@ func WithRetries(n int) Option {
 	return optionFunc(func(c *config) { c.retries = n })
 }
 
-// WithCommitTimeout bounds the COMMIT, which may get up to an eighth less (commits share a timer), and apart from it the [AfterCommit] functions and the rollback. They are detached
-// from the message's context, because a handler that has succeeded is committed even when its router is closing. The
-// default is 10 s; it must be positive. Let the router's CloseTimeout be longer.
+// WithCommitTimeout bounds the COMMIT, which may get up to an eighth less (commits share a timer), and apart from it the
+// [AfterCommit] functions and the rollback. They are detached from the message's context, because a handler that has
+// succeeded is committed even when its router is closing. The default is 10 s; it must be positive. Let the router's
+// CloseTimeout be longer.
 func WithCommitTimeout(d time.Duration) Option {
 	return optionFunc(func(c *config) { c.commitTimeout = d })
 }
