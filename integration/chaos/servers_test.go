@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"net/url"
 	"os"
 	"os/exec"
@@ -182,14 +183,26 @@ func (c *cluster) openProxies() error {
 		if parsed, err := url.Parse(*address); err == nil {
 			upstream = parsed.Host
 		}
-		proxy := toxiproxy.NewProxy(server, name, "127.0.0.1:0", upstream)
-		if err := proxy.Start(); err != nil {
+		proxy, err := openProxy(server, name, upstream)
+		if err != nil {
 			return err
 		}
 		c.proxies[name] = proxy
 		*address = strings.Replace(*address, upstream, proxy.Listen, 1)
 	}
 	return nil
+}
+
+// openProxy listens on a port below those that the system gives to outgoing connections: one of them could take the port
+// while the proxy is stopped.
+func openProxy(server *toxiproxy.ApiServer, name, upstream string) (proxy *toxiproxy.Proxy, err error) {
+	for range 100 {
+		proxy = toxiproxy.NewProxy(server, name, fmt.Sprintf("127.0.0.1:%d", 10_000+rand.IntN(10_000)), upstream)
+		if err = proxy.Start(); err == nil {
+			break
+		}
+	}
+	return proxy, err
 }
 
 // crash ends a server as a crash does, by SIGKILL.
