@@ -115,7 +115,7 @@ func (f *fixture) handler() message.HandlerFunc {
 
 func newMiddleware(b *testing.B, store idempotency.Store, opts ...idempotency.Option) *idempotency.Middleware {
 	b.Helper()
-	opts = append(opts, idempotency.WithSubscriberID("shipping"), idempotency.WithLogger(watermill.NopLogger{}))
+	opts = append([]idempotency.Option{idempotency.WithSubscriberID("shipping"), idempotency.WithLogger(watermill.NopLogger{})}, opts...)
 	m, err := idempotency.New(store, opts...)
 	require.NoError(b, err)
 	return m
