@@ -65,7 +65,7 @@ bench: services ## Run the benchmarks BENCHCOUNT times against the services, the
 	$(BENCHSTAT) -col /impl '$(SERVICES_DIR)/bench.txt'
 
 .PHONY: bench-large
-bench-large: services ## Measure claims beside up to 50 million records, and purging (an hour; IDEMPOTENCY_BENCH_RECORDS="0 1000000" for less).
+bench-large: services ## Measure claims beside up to 50 million records, and purging (hours; IDEMPOTENCY_BENCH_RECORDS="0 1000000" for less).
 	@. '$(SERVICES_DIR)/env'; cd integration && go test -run '^$$' -bench Large -timeout 6h $(BENCHFLAGS) ./bench
 
 .PHONY: model

@@ -63,20 +63,19 @@ type fixture struct {
 	claim  string
 }
 
-func setup(b *testing.B, conns int, opts ...postgres.Option) *fixture {
+func setup(b *testing.B, conns int) *fixture {
 	b.Helper()
-	return setupAt(b, pgtest.Config(b, int32(conns)), opts...)
+	return setupAt(b, pgtest.Config(b, int32(conns)))
 }
 
-func setupAt(b *testing.B, config *pgxpool.Config, opts ...postgres.Option) *fixture {
+func setupAt(b *testing.B, config *pgxpool.Config) *fixture {
 	b.Helper()
 	ctx := b.Context()
 	schema := pgtest.Schema(b)
 	f := &fixture{schema: schema, pool: pgtest.Open(b, config)}
-	opts = append(opts, postgres.WithSchema(schema))
-	require.NoError(b, postgres.Migrate(ctx, f.pool, opts...))
+	require.NoError(b, postgres.Migrate(ctx, f.pool, postgres.WithSchema(schema)))
 	var err error
-	f.store, err = postgres.New(ctx, f.pool, opts...)
+	f.store, err = postgres.New(ctx, f.pool, postgres.WithSchema(schema))
 	require.NoError(b, err)
 	_, err = f.pool.Exec(ctx, "create table "+schema+".shipping_label (order_id text primary key)")
 	require.NoError(b, err)
@@ -115,7 +114,7 @@ func (f *fixture) handler() message.HandlerFunc {
 
 func newMiddleware(b *testing.B, store idempotency.Store, opts ...idempotency.Option) *idempotency.Middleware {
 	b.Helper()
-	opts = append(opts, idempotency.WithSubscriberID("shipping"), idempotency.WithLogger(watermill.NopLogger{}))
+	opts = append([]idempotency.Option{idempotency.WithSubscriberID("shipping"), idempotency.WithLogger(watermill.NopLogger{})}, opts...)
 	m, err := idempotency.New(store, opts...)
 	require.NoError(b, err)
 	return m
