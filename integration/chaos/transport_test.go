@@ -3,6 +3,7 @@ package chaos_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"net/url"
 	"sync"
@@ -154,7 +155,11 @@ func (k *kafkaTransport) unacked(topic string) (lag int, err error) {
 			if err != nil {
 				return err
 			}
-			lag += int(end - max(0, committed.GetBlock(topic, partition).Offset)) // -1 is none
+			block := committed.GetBlock(topic, partition)
+			if block == nil {
+				return fmt.Errorf("the broker does not tell offsets: %w", committed.Err) // it has just started
+			}
+			lag += int(end - max(0, block.Offset)) // -1 is none
 		}
 		return nil
 	})
