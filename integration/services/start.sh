@@ -97,10 +97,22 @@ reachable() {
 		die "$variable is set, but nothing listens on $place. Unset it, and a server is started here."
 }
 
-# free NAME PORT: Kafka and RabbitMQ use the port above theirs as well.
+# free NAME PORT: nothing listens there, and it is not of a server of another
+# folder that is down for a moment. Kafka and RabbitMQ use the port above theirs
+# as well.
 free() {
+	local owner
+	owner=$(cat "$cache/ports/$2" 2>/dev/null) || owner=$state
+	[ "$owner" = "$state" ] || [ ! -d "$owner/data" ] || return 1
 	listens "$2" && return 1
 	case $1 in rabbitmq | kafka) ! listens $(($2 + 1)) ;; esac
+}
+
+# take PORT notes whose it is, and prints it.
+take() {
+	mkdir -p "$cache/ports"
+	echo "$state" >"$cache/ports/$1"
+	echo "$1"
 }
 
 # pick_port NAME takes the port asked for, or keeps the one of the last start, or
@@ -113,14 +125,14 @@ pick_port() {
 	if [ -n "$port" ]; then
 		# Clients know it, and the system may still be at clearing away the old server.
 		for _ in {1..100}; do
-			free "$name" "$port" && echo "$port" && return
+			free "$name" "$port" && take "$port" && return
 			sleep 0.1
 		done
 		[ -z "$asked" ] || die "$variable=$asked: the port is taken"
 	fi
-	for step in 0 10 20 30 40 50 60 70 80 90; do
-		port=$(($(default_port_of "$name") + step))
-		free "$name" "$port" && echo "$port" && return
+	for step in {0..39}; do
+		port=$(($(default_port_of "$name") + 10 * step))
+		free "$name" "$port" && take "$port" && return
 	done
 	die "no free port for $name: set $variable"
 }
