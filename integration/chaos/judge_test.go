@@ -2,11 +2,12 @@ package chaos_test
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -69,23 +70,22 @@ func (w *world) isIdle() bool {
 	if w.count("select '' from effect") < 2*events {
 		return false
 	}
-	orders, err := w.broker.unacked(w.Orders)
-	require.NoError(w, err)
+	unacked, err := w.unacked()
+	return err == nil && unacked == 0 // it may have just started
+}
+
+func (w *world) unacked() (int, error) {
+	orders, failed := w.broker.unacked(w.Orders)
 	labels, err := w.broker.unacked(w.Labels)
-	require.NoError(w, err)
-	return orders+labels == 0
+	return orders + labels, errors.Join(failed, err)
 }
 
 func (w *world) state() string {
 	w.Helper()
 	messages, events := w.isPublished()
-	orders, _ := w.broker.unacked(w.Orders)
-	labels, _ := w.broker.unacked(w.Labels)
-	return strings.Join([]string{
-		w.Transport, "published", strconv.Itoa(messages), "about", strconv.Itoa(events), "events; effects", strconv.Itoa(w.effects(w.Context())),
-		"of all", strconv.Itoa(w.count("select '' from effect")), "unacked orders", strconv.Itoa(orders), "labels", strconv.Itoa(labels),
-		"stored", strings.Join(w.stored(), ","),
-	}, " ")
+	unacked, err := w.unacked()
+	return fmt.Sprintf("%s published %d about %d events; effects %d of all %d; unacked %d (%v); stored %s",
+		w.Transport, messages, events, w.effects(w.Context()), w.count("select '' from effect"), unacked, err, strings.Join(w.stored(), ","))
 }
 
 // processed returns, by event ID, the content that was processed and the UUID of its label. An event with two effects is an
