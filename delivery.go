@@ -126,8 +126,13 @@ func (d *delivery) pause(ctx context.Context) {
 	}
 }
 
+// detached returns a context that does not end with ctx, but when the commit timeout has passed.
+func (d *delivery) detached(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(context.WithoutCancel(ctx), d.m.commitTimeout)
+}
+
 func (d *delivery) rollback(ctx context.Context, tx Tx) {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.m.commitTimeout)
+	ctx, cancel := d.detached(ctx)
 	defer cancel()
 	if err := tx.Rollback(ctx); err != nil {
 		// The server rolls back what it hears no more of.
@@ -140,7 +145,7 @@ func (d *delivery) settle(inside context.Context, produced []*message.Message) (
 	if len(produced) == 0 {
 		return nil, nil, nil
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(inside), d.m.commitTimeout)
+	ctx, cancel := d.detached(inside)
 	defer cancel()
 	return d.m.produced.settle(ctx, produced)
 }
@@ -150,7 +155,7 @@ func (d *delivery) runHooks(ctx context.Context, hooks []func(ctx context.Contex
 	if len(hooks) == 0 {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), d.m.commitTimeout)
+	ctx, cancel := d.detached(ctx)
 	defer cancel()
 	var errs []error
 	for _, hook := range hooks {

@@ -64,7 +64,7 @@ var core = []mutant{
 	},
 	{
 		"what is produced is stored detached from cancellation", "delivery.go",
-		"context.WithTimeout(context.WithoutCancel(inside), d.m.commitTimeout)", "context.WithTimeout(inside, d.m.commitTimeout)",
+		"context.WithTimeout(context.WithoutCancel(ctx), d.m.commitTimeout)", "context.WithTimeout(ctx, d.m.commitTimeout)",
 		".", "TestTrap11_OutboxPublishesThoughTheContextHasEnded",
 	},
 	{
