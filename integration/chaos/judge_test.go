@@ -71,7 +71,7 @@ func (w *world) isIdle() bool {
 		return false
 	}
 	unacked, err := w.unacked()
-	return err == nil && unacked == 0 // it may have just started
+	return err == nil && unacked == 0 // a broker that has just started may not tell
 }
 
 func (w *world) unacked() (int, error) {

@@ -188,7 +188,7 @@ install_packages() {
 				[[ $(apt-cache policy "$java") == *'Candidate: '[0-9]* ]] && missing+=("$java") && break
 			done
 		fi
-		apt-get install -y -qq --no-install-recommends "${missing[@]}" >>"$state/apt.log" 2>&1 7>&- 9>&- ||
+		apt-get install -y -qq --no-install-recommends "${missing[@]}" >>"$state/apt.log" 2>&1 9>&- ||
 			{ tail -n 20 "$state/apt.log" >&2 && die "apt-get install ${missing[*]} failed"; }
 	fi
 	# Before PostgreSQL starts: a running server doesn't see a new locale everywhere.
@@ -209,7 +209,7 @@ fetch_jars() {
 		arch=amd64
 		case $(uname -m) in aarch64 | arm64) arch=arm64v8 ;; esac
 		mvn -B -q -f "$here/pom.xml" "-Dpostgres.arch=$arch" dependency:copy-dependencies \
-			"-DoutputDirectory=$tmp" -DincludeScope=runtime </dev/null >"$cache/mvn.log" 2>&1 8>&- 7>&- 9>&- ||
+			"-DoutputDirectory=$tmp" -DincludeScope=runtime </dev/null >"$cache/mvn.log" 2>&1 7>&- 8>&- 9>&- ||
 			{ tail -n 20 "$cache/mvn.log" >&2 && die 'the download from Maven Central failed'; }
 		mkdir "$tmp/postgres"
 		mv "$tmp"/embedded-postgres-binaries-*.jar "$tmp/postgres/"
@@ -425,7 +425,7 @@ start_docker() {
 		variable=$(port_variable_of "$name")
 		export "$variable=${port:-$(default_port_of "$name")}"
 	done
-	compose up -d --wait --wait-timeout 300 "$@" 7>&- 9>&- || { compose logs --tail 30 >&2 && die 'not all services are up'; }
+	compose up -d --wait --wait-timeout 300 "$@" 9>&- || { compose logs --tail 30 >&2 && die 'not all services are up'; }
 	for name in "$@"; do
 		report "$name" "$(compose images --format json "$name" 2>/dev/null | sed -nE 's/.*"Tag":"([^"]*)".*/\1/p' | head -n 1)" \
 			"127.0.0.1:$(port_of "$name")" "$(since "$begun") s" docker
