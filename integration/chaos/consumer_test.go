@@ -41,6 +41,9 @@ const (
 	outcome = "outcome "
 )
 
+// logDescriptor is of the file that a consumer logs to.
+const logDescriptor = 3
+
 // What a consumer is told on its standard input. When that ends, so does the consumer.
 const (
 	commandDie     = "die"     // point, and the number of the call
@@ -68,6 +71,7 @@ func (f fault) Error() string { return string(f) }
 type ledger struct {
 	consumerSpec
 	reaper *reaper
+	logger watermill.LoggerAdapter
 	pool   *pgxpool.Pool
 	idem   *idempotency.Middleware
 	router *message.Router
@@ -77,7 +81,8 @@ type ledger struct {
 }
 
 func runConsumer(spec string) int {
-	l := &ledger{reaper: &reaper{}}
+	// The parent shows what is logged if a round fails.
+	l := &ledger{reaper: &reaper{}, logger: watermill.NewStdLoggerWithOut(os.NewFile(logDescriptor, "log"), false, false)}
 	if err := json.Unmarshal([]byte(spec), &l.consumerSpec); err != nil {
 		report("consumer: %v", err)
 		return endedAtStart
@@ -170,7 +175,7 @@ func (l *ledger) open() (err error) {
 	}
 	l.idem, err = idempotency.New(mortalStore{store, l.reaper},
 		idempotency.WithSubscriberPrefix(l.Transport+"."), idempotency.WithObserver(idempotency.ObserverFunc(tell)),
-		idempotency.WithCommitTimeout(3*time.Second), idempotency.WithLogger(watermill.NopLogger{}))
+		idempotency.WithCommitTimeout(3*time.Second), idempotency.WithLogger(l.logger))
 	if err != nil {
 		return err
 	}
@@ -202,7 +207,7 @@ func (l *ledger) openRouter() error {
 	if err != nil {
 		return err
 	}
-	if l.router, err = message.NewRouter(message.RouterConfig{CloseTimeout: 30 * time.Second}, watermill.NopLogger{}); err != nil {
+	if l.router, err = message.NewRouter(message.RouterConfig{CloseTimeout: 30 * time.Second}, l.logger); err != nil {
 		return err
 	}
 	l.router.AddMiddleware(poison, l.arrive, l.idem.Middleware)

@@ -31,6 +31,9 @@ func (w *world) settle(t *tally, consumers func() ([]*process, error)) {
 		done := within(patience, func() bool { return w.isIdle() })
 		lap("idle")
 		for _, p := range running {
+			if !done {
+				w.Logf("a consumer's log ends with:\n%s", p.lastWords())
+			}
 			require.NoError(w, p.terminate())
 		}
 		require.True(w, done, "%s", w.state())

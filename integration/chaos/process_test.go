@@ -19,6 +19,7 @@ import (
 // process is a consumer.
 type process struct {
 	cmd        *exec.Cmd
+	log        string // the name of the file with what the consumer logs
 	commands   io.WriteCloser
 	isReady    chan struct{}
 	ended      chan struct{} // closed once it has
@@ -46,7 +47,13 @@ func (w *world) startProcess(spec consumerSpec, t *tally) (*process, error) {
 	if err != nil {
 		return nil, err
 	}
-	p := &process{cmd: exec.Command(os.Args[0]), isReady: make(chan struct{}), ended: make(chan struct{})}
+	log, err := os.CreateTemp(servers.dir, "consumer.*.log")
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = log.Close() }()
+	p := &process{cmd: exec.Command(os.Args[0]), log: log.Name(), isReady: make(chan struct{}), ended: make(chan struct{})}
+	p.cmd.ExtraFiles = []*os.File{log}
 	p.cmd.Env = append(os.Environ(), roleVariable+"="+string(encoded),
 		// What is a race in the adapters, when they reconnect, is not judged here.
 		"GORACE=exitcode=0 log_path="+filepath.Join(servers.dir, "race"))
@@ -94,6 +101,15 @@ func (p *process) awaitReady() error {
 	case <-time.After(startPatience):
 		return errors.New("the consumer was not ready in time")
 	}
+}
+
+// lastWords returns the end of what the consumer has logged.
+func (p *process) lastWords() string {
+	content, err := os.ReadFile(p.log)
+	if err != nil {
+		return err.Error()
+	}
+	return string(content[max(0, len(content)-4_000):])
 }
 
 func (p *process) command(words ...string) {
