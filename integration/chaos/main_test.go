@@ -39,8 +39,9 @@ func TestMain(m *testing.M) {
 	if err := goleak.Find(
 		// sarama counts with go-metrics, whose one ticker never ends.
 		goleak.IgnoreTopFunction("github.com/rcrowley/go-metrics.(*meterArbiter).tick"),
-		// toxiproxy forgets the rest of a link whose toxic has closed it.
+		// toxiproxy forgets both ends of a link whose toxic has closed it.
 		goleak.IgnoreAnyFunction("github.com/Shopify/toxiproxy/v2/toxics.(*ToxicStub).Run"),
+		goleak.IgnoreAnyFunction("github.com/Shopify/toxiproxy/v2.(*ToxicLink).read"),
 	); err != nil && code == 0 {
 		report("%v", err)
 		code = 1
