@@ -76,7 +76,7 @@ func runRound(t *testing.T, seed uint64) {
 
 	// RabbitMQ (3.10) that is killed within a moment of the declaration of a quorum queue forgets where the queue's log is:
 	// the queue then has lost what was confirmed, and confirms nothing for ever.
-	time.Sleep(2 * time.Second)
+	<-time.After(2 * time.Second) // there is nothing to wait for that tells it
 
 	// The faults of each crew, and of the servers, and the load, all at once.
 	disturbed := make(chan struct{})
