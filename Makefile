@@ -62,7 +62,7 @@ bench: services ## Run the benchmarks BENCHCOUNT times against the services, the
 		echo "--- run $$i of $(BENCHCOUNT)"; \
 		(cd integration && go test -run '^$$' -bench . -skip Large -benchmem $(BENCHFLAGS) ./bench/...) | tee -a '$(SERVICES_DIR)/bench.txt'; \
 	done; \
-	$(BENCHSTAT) -col /impl '$(SERVICES_DIR)/bench.txt'
+	$(BENCHSTAT) '$(SERVICES_DIR)/bench.txt'
 
 .PHONY: bench-large
 bench-large: services ## Measure claims beside up to 50 million records, and purging (hours; IDEMPOTENCY_BENCH_RECORDS="0 1000000" for less).

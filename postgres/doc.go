@@ -17,9 +17,9 @@
 // # Pool size
 //
 // A message holds a connection from the claim to the commit, also while it waits for another delivery of its event. Give
-// the pool as many connections as messages are in flight: partitions of a Kafka consumer, prefetch count of an AMQP one.
-// Let a handler work on its transaction only: with a second connection from the same pool, messages can wait for each
-// other, until [WithAcquireTimeout] ends it with [ErrPoolExhausted].
+// the pool as many connections as messages are in flight: partitions of a Kafka consumer, subscriptions of an AMQP one
+// (whatever its prefetch count). Let a handler work on its transaction only: with a second connection from the same pool,
+// messages can wait for each other, until [WithAcquireTimeout] ends it with [ErrPoolExhausted].
 //
 // # Privileges
 //

@@ -8,6 +8,8 @@ import (
 	"net"
 	"os"
 	"runtime"
+	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -106,6 +108,14 @@ func (f *fixture) byHand(ctx context.Context, eventID string) error {
 	})
 }
 
+// requireLabels checks that n events were processed, and each of them once.
+func (f *fixture) requireLabels(b *testing.B, n int) {
+	b.Helper()
+	var labels int
+	require.NoError(b, f.pool.QueryRow(b.Context(), "select count(*) from "+f.schema+".shipping_label").Scan(&labels))
+	require.Equal(b, n, labels)
+}
+
 func (f *fixture) handler() message.HandlerFunc {
 	return idempotency.Handler(func(ctx context.Context, tx pgx.Tx, msg *message.Message) ([]*message.Message, error) {
 		return nil, f.createLabel(ctx, tx, msg.UUID)
@@ -134,19 +144,43 @@ func deliver(handle message.HandlerFunc) func(eventID string) error {
 	}
 }
 
-// run processes b.N events on n goroutines, after each connection has prepared its statements.
-func run(b *testing.B, n int, process func(eventID string) error) {
+// A contender is one of the implementations that are compared. It takes a turn of messages, of which the first has that
+// number, and returns how long a message took.
+type contender struct {
+	name string
+	take func(first int) time.Duration
+}
+
+// compare compares contenders within one run, by medians: they take turns of a few messages each, so that what else happens
+// on the machine meets all of them. ns/op is of the first one; a ratio such as "middleware/plain" is one of times.
+func compare(b *testing.B, turn int, contenders []contender, ratios ...string) {
 	b.Helper()
-	b.ReportAllocs()
-	if err := each(n, 2*n, func(i int) error { return process(fmt.Sprintf("warm-%d", i)) }); err != nil {
-		b.Fatal(err)
-	}
+	times := make(map[string][]time.Duration)
 	b.ResetTimer()
-	if err := each(n, b.N, func(i int) error { return process(fmt.Sprintf("event-%012d", i)) }); err != nil {
-		b.Fatal(err)
+	for done := 0; done < b.N; done += turn {
+		for i := range contenders {
+			c := contenders[(i+done/turn)%len(contenders)] // nobody is always the first
+			times[c.name] = append(times[c.name], c.take(done))
+		}
 	}
 	b.StopTimer()
-	b.ReportMetric(float64(b.N)/b.Elapsed().Seconds(), "msg/s")
+	median := func(name string) float64 { return float64(percentile(times[name], 50)) }
+	b.ReportMetric(median(contenders[0].name), "ns/op")
+	for _, ratio := range ratios {
+		one, other, _ := strings.Cut(ratio, "/")
+		b.ReportMetric(median(one)/median(other), ratio)
+	}
+}
+
+// contend returns a contender that processes events on n goroutines, after each connection has prepared its statements.
+func contend(b *testing.B, name string, n, turn int, process func(eventID string) error) contender {
+	b.Helper()
+	require.NoError(b, each(n, 2*n, func(i int) error { return process(fmt.Sprintf("warm-%d", i)) }))
+	return contender{name, func(first int) time.Duration {
+		began := time.Now()
+		require.NoError(b, each(n, turn, func(i int) error { return process(fmt.Sprintf("event-%012d", first+i)) }))
+		return time.Since(began) / time.Duration(turn)
+	}}
 }
 
 // each calls do for 0 to count-1 on n goroutines, and returns an error of the first that fails.
@@ -206,4 +240,9 @@ func at(b *testing.B, conns int, distance time.Duration) *pgxpool.Config {
 		}
 	}
 	return config
+}
+
+func percentile(times []time.Duration, p int) time.Duration {
+	slices.Sort(times)
+	return times[len(times)*p/100]
 }

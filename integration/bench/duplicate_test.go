@@ -3,6 +3,7 @@ package bench
 import (
 	"errors"
 	"fmt"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -12,51 +13,35 @@ import (
 	"github.com/watermill-idempotency/idempotency/dupcache"
 )
 
-// BenchmarkDuplicate is a storm of events that have been processed before, beside new ones. wal-B/op is what the server has
-// written meanwhile, for others too.
+// BenchmarkDuplicate compares a storm of events that have been processed before with new events. wal-B/op is what the
+// server has written during the storm, for others too.
 func BenchmarkDuplicate(b *testing.B) {
-	const conns, known = 8, 1000
-	for _, impl := range []string{"new", "handwritten", "middleware", "dupcache"} {
-		b.Run("impl="+impl, func(b *testing.B) {
-			f := setup(b, conns)
-			handle := deliver(newMiddleware(b, f.store).Middleware(f.handler()))
-			again := func(eventID string) string { // one of the known ones
-				var i int
-				if _, err := fmt.Sscanf(eventID, "event-%d", &i); err != nil {
-					i = 0
-				}
-				return fmt.Sprintf("known-%d", i%known)
+	const conns, turn, known = 8, 256, 1000
+	f := setup(b, conns)
+	handle := f.implementation(b, "middleware")
+	require.NoError(b, each(conns, known, func(i int) error { return handle(fmt.Sprintf("known-%d", i)) }))
+	var next atomic.Int64
+	again := func() string { return fmt.Sprintf("known-%d", next.Add(1)%known) }
+	storm := contend(b, "middleware", conns, turn, func(string) error { return handle(again()) })
+	byHand := contend(b, "handwritten", conns, turn, func(string) error {
+		return pgx.BeginFunc(b.Context(), f.pool, func(tx pgx.Tx) error {
+			tag, err := tx.Exec(b.Context(), f.claim, "shipping", again())
+			if err == nil && tag.RowsAffected() != 0 {
+				return errors.New("claimed again")
 			}
-			process := func(eventID string) error { return handle(again(eventID)) }
-			switch impl {
-			case "new":
-				process = handle
-			case "handwritten":
-				process = func(eventID string) error {
-					return pgx.BeginFunc(b.Context(), f.pool, func(tx pgx.Tx) error {
-						tag, err := tx.Exec(b.Context(), f.claim, "shipping", again(eventID))
-						if err == nil && tag.RowsAffected() != 0 {
-							return errors.New("claimed again")
-						}
-						return err
-					})
-				}
-			case "dupcache":
-				store, err := dupcache.New(f.store, known, time.Hour)
-				require.NoError(b, err)
-				handle = deliver(newMiddleware(b, store).Middleware(f.handler()))
-			}
-			require.NoError(b, each(conns, known, func(i int) error { return handle(fmt.Sprintf("known-%d", i)) }))
-			before := f.walPosition(b)
-			run(b, conns, process)
-			b.ReportMetric((f.walPosition(b)-before)/float64(b.N), "wal-B/op")
-			var labels int
-			require.NoError(b, f.pool.QueryRow(b.Context(), "select count(*) from "+f.schema+".shipping_label").Scan(&labels))
-			if impl != "new" {
-				require.Equal(b, known, labels)
-			}
+			return err
 		})
-	}
+	})
+	fresh := contend(b, "new", conns, turn, setup(b, conns).implementation(b, "middleware"))
+	var wal float64
+	watched := contender{storm.name, func(first int) time.Duration {
+		before := f.walPosition(b)
+		defer func() { wal += f.walPosition(b) - before }()
+		return storm.take(first)
+	}}
+	compare(b, turn, []contender{watched, byHand, fresh}, "new/middleware", "new/handwritten")
+	b.ReportMetric(wal/float64((b.N+turn-1)/turn*turn), "wal-B/op")
+	f.requireLabels(b, known)
 }
 
 func (f *fixture) walPosition(b *testing.B) (bytes float64) {

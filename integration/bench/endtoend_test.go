@@ -17,9 +17,11 @@ import (
 	"github.com/ThreeDotsLabs/watermill/message/router/middleware"
 	amqp091 "github.com/rabbitmq/amqp091-go"
 	"github.com/stretchr/testify/require"
+
+	"github.com/watermill-idempotency/idempotency/amqpmessage"
 )
 
-// partitions of the Kafka topic, and the prefetch count of the RabbitMQ consumer, which is as many messages in flight.
+// inFlight is the number of partitions of a Kafka topic, and of subscriptions to a RabbitMQ queue.
 const inFlight = 12
 
 // broker makes a topic of its own, and returns both ends of it.
@@ -65,7 +67,7 @@ func openRabbit(b *testing.B, topic string) (message.Publisher, message.Subscrib
 	b.Helper()
 	url := address(b, "IDEMPOTENCY_AMQP_URL")
 	config := amqp.NewDurableQueueConfig(url)
-	config.Consume.Qos.PrefetchCount = inFlight
+	config.Consume.Qos.PrefetchCount = 5 // for each subscription
 	config.Publish.ConfirmDelivery = true
 	config.Publish.ChannelPoolSize = 8
 	b.Cleanup(func() {
@@ -82,83 +84,109 @@ func openRabbit(b *testing.B, topic string) (message.Publisher, message.Subscrib
 	subscriber, err := amqp.NewSubscriber(config, watermill.NopLogger{})
 	require.NoError(b, err)
 	require.NoError(b, subscriber.SubscribeInitialize(topic)) // without a queue, what is published is dropped
-	return publisher, subscriber
+	parallel, err := amqpmessage.Parallel(subscriber, inFlight)
+	require.NoError(b, err)
+	return publisher, parallel
 }
 
-// BenchmarkEndToEnd is a router that empties a topic; the handler runs one statement. deduplicator is Watermill's own
-// middleware before a plain transaction: it remembers IDs in the memory of one process before the handler runs, so it
-// drops what failed and comes again, and knows nothing after a restart or in another instance.
+// BenchmarkEndToEnd compares handlers of a router that empty topics of their own; each runs one statement. deduplicator is
+// Watermill's own middleware before a plain transaction: it remembers IDs in the memory of one process before the handler
+// runs, so it drops what failed and comes again, and knows nothing after a restart or in another instance.
 func BenchmarkEndToEnd(b *testing.B) {
 	for name, open := range map[string]broker{"kafka": openKafka, "rabbitmq": openRabbit} {
-		for _, impl := range []string{"plain", "middleware", "deduplicator"} {
-			b.Run(fmt.Sprintf("broker=%s/impl=%s", name, impl), func(b *testing.B) { endToEnd(b, open, impl) })
+		for _, distance := range []time.Duration{0, time.Millisecond} {
+			b.Run(fmt.Sprintf("broker=%s/added=%v", name, distance), func(b *testing.B) { endToEnd(b, open, distance) })
 		}
 	}
 }
 
-func endToEnd(b *testing.B, open broker, impl string) {
+func endToEnd(b *testing.B, open broker, distance time.Duration) {
 	b.Helper()
-	f := setup(b, inFlight)
-	publisher, subscriber := open(b, f.schema)
-	require.NoError(b, each(8, b.N, func(i int) error { return publisher.Publish(f.schema, newMessage(fmt.Sprintf("event-%d", i))) }))
-	require.NoError(b, publisher.Close())
-
-	var handled atomic.Int64
-	started, done := make(chan struct{}), make(chan struct{})
-	count := func(next message.HandlerFunc) message.HandlerFunc {
-		return func(msg *message.Message) ([]*message.Message, error) {
-			produced, err := next(msg)
-			if err != nil {
-				return produced, err
-			}
-			n := handled.Add(1)
-			if n == 1 {
-				close(started) // the broker has assigned its partitions
-			}
-			if n == int64(b.N) {
-				close(done)
-			}
-			return produced, nil
-		}
-	}
+	const turn = 20 * inFlight
+	turns := (b.N + turn - 1) / turn
 	router, err := message.NewRouter(message.RouterConfig{CloseTimeout: 30 * time.Second}, watermill.NopLogger{})
 	require.NoError(b, err)
-	handle := message.HandlerFunc(func(msg *message.Message) ([]*message.Message, error) {
-		return nil, f.plain(msg.Context(), msg.UUID)
-	})
-	if impl == "middleware" {
-		handle = f.handler()
+	var fixtures []*fixture
+	var contenders []contender
+	for _, name := range []string{"middleware", "plain", "deduplicator"} {
+		f := setupAt(b, at(b, inFlight, distance))
+		publisher, subscriber := open(b, f.schema)
+		// More than are taken, so that no partition is empty before the last turn is over.
+		require.NoError(b, each(8, turns*turn*5/4+turn, func(i int) error {
+			return publisher.Publish(f.schema, newMessage(fmt.Sprintf("event-%d", i)))
+		}))
+		require.NoError(b, publisher.Close())
+		added := router.AddConsumerHandler(name, f.schema, subscriber, func(msg *message.Message) error {
+			if name == "middleware" {
+				_, err := f.handler()(msg)
+				return err
+			}
+			return f.plain(msg.Context(), msg.UUID)
+		})
+		g := newGate(turn)
+		added.AddMiddleware(g.middleware)
+		switch name {
+		case "middleware":
+			added.AddMiddleware(newMiddleware(b, f.store).Middleware)
+		case "deduplicator":
+			added.AddMiddleware((&middleware.Deduplicator{KeyFactory: middleware.NewMessageHasherFromMetadataField("event_id")}).Middleware)
+		}
+		contenders = append(contenders, contender{name, func(int) time.Duration { return g.open(b, turn) / turn }})
+		fixtures = append(fixtures, f)
 	}
-	added := router.AddConsumerHandler("create-label", f.schema, subscriber, func(msg *message.Message) error {
-		_, err := handle(msg)
-		return err
-	})
-	added.AddMiddleware(count)
-	switch impl {
-	case "middleware":
-		added.AddMiddleware(newMiddleware(b, f.store).Middleware)
-	case "deduplicator":
-		added.AddMiddleware((&middleware.Deduplicator{KeyFactory: middleware.NewMessageHasherFromMetadataField("event_id")}).Middleware)
-	}
-	ctx, cancel := context.WithTimeout(b.Context(), 2*time.Minute)
+	ctx, cancel := context.WithCancel(b.Context())
 	defer cancel()
 	stopped := make(chan error, 1)
 	go func() { stopped <- router.Run(ctx) }()
-	await := func(event chan struct{}) {
-		select {
-		case <-event:
-		case <-ctx.Done():
-			require.FailNow(b, "the topic is not emptied", "%d of %d messages", handled.Load(), b.N)
-		}
+	for _, c := range contenders {
+		c.take(0) // the broker assigns partitions, and connections prepare statements
 	}
-	await(started)
-	b.ResetTimer()
-	await(done)
-	b.StopTimer()
-	b.ReportMetric(float64(b.N)/max(b.Elapsed().Seconds(), 1e-9), "msg/s")
+	compare(b, turn, contenders, "middleware/plain", "deduplicator/plain")
 	require.NoError(b, router.Close())
 	require.NoError(b, <-stopped)
-	var labels int
-	require.NoError(b, f.pool.QueryRow(b.Context(), "select count(*) from "+f.schema+".shipping_label").Scan(&labels))
-	require.Equal(b, b.N, labels)
+	for _, f := range fixtures {
+		f.requireLabels(b, (turns+1)*turn)
+	}
+}
+
+// A gate is a middleware that holds all messages, except those that it is open for.
+type gate struct {
+	passes chan struct{}
+	closed chan struct{}
+	left   atomic.Int64
+}
+
+func newGate(most int) *gate {
+	return &gate{passes: make(chan struct{}, most), closed: make(chan struct{})}
+}
+
+func (g *gate) middleware(next message.HandlerFunc) message.HandlerFunc {
+	return func(msg *message.Message) ([]*message.Message, error) {
+		select {
+		case <-g.passes:
+		case <-msg.Context().Done():
+			return nil, msg.Context().Err()
+		}
+		produced, err := next(msg)
+		if err == nil && g.left.Add(-1) == 0 {
+			g.closed <- struct{}{}
+		}
+		return produced, err
+	}
+}
+
+// open lets n messages pass, and returns how long they took.
+func (g *gate) open(b *testing.B, n int) time.Duration {
+	b.Helper()
+	began := time.Now()
+	g.left.Store(int64(n))
+	for range n {
+		g.passes <- struct{}{}
+	}
+	select {
+	case <-g.closed:
+	case <-time.After(time.Minute):
+		require.FailNow(b, "a turn does not end", "%d of %d messages are left", g.left.Load(), n)
+	}
+	return time.Since(began)
 }

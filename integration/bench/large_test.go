@@ -82,7 +82,7 @@ func (f *fixture) claimLarge(b *testing.B) func(eventID string) error {
 }
 
 // BenchmarkLargeGrowth claims new events in an empty schema and beside many records. The two take turns, as in
-// [BenchmarkRatio]: rate/empty is the ratio of the medians of their turns. The sizes are those of the two indexes.
+// [compare]: rate/empty is the ratio of the medians of their turns. The sizes are those of the two indexes.
 func BenchmarkLargeGrowth(b *testing.B) {
 	const conns, turn, turns, warm = 8, 32, 128, 8
 	for _, kind := range []string{"uuidv4", "uuidv7"} {
@@ -137,11 +137,6 @@ func (f *fixture) reportIndexes(b *testing.B) {
 		return nil
 	})
 	require.NoError(b, err)
-}
-
-func percentile(times []time.Duration, p int) time.Duration {
-	slices.Sort(times)
-	return times[len(times)*p/100]
 }
 
 // BenchmarkLargePurge purges a million old records, a day of them at a time, while new events are claimed, and compares the
