@@ -4,9 +4,9 @@ GOLANGCI_LINT ?= go run github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v
 GOTESTSUM     ?= go run gotest.tools/gotestsum@v1.13.0
 BENCHSTAT     ?= go run golang.org/x/perf/cmd/benchstat@v0.0.0-20260908200009-22c9c6c9d4da
 
-# More arguments for go test, such as TESTFLAGS='-run TestRouter -v', and for make bench.
+# More arguments for go test, such as TESTFLAGS='-run TestRouter -v', and for make bench and bench-large.
 TESTFLAGS  ?=
-BENCHFLAGS ?=
+BENCHFLAGS ?= -benchtime=2s
 
 # How often make bench runs all benchmarks. benchstat gives an interval and a p-value from 6 on.
 BENCHCOUNT ?= 6
