@@ -5,12 +5,6 @@ import (
 	"context"
 	"database/sql"
 	"fmt"
-	"os"
-	"os/exec"
-	"path/filepath"
-	"regexp"
-	"strconv"
-	"strings"
 	"testing"
 	"time"
 
@@ -20,7 +14,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/watermill-idempotency/idempotency"
-	"github.com/watermill-idempotency/idempotency/internal/pgtest"
 	"github.com/watermill-idempotency/idempotency/outbox"
 	"github.com/watermill-idempotency/idempotency/sqlstore"
 )
@@ -79,67 +72,6 @@ func (f *fixture) implementation(b *testing.B, name string) func(eventID string)
 	default:
 		return deliver(newMiddleware(b, f.store).Middleware(f.handler()))
 	}
-}
-
-// BenchmarkPgbench compares new events with what the server and a client in C can do.
-func BenchmarkPgbench(b *testing.B) {
-	if _, err := exec.LookPath("pgbench"); err != nil {
-		b.Skip("pgbench is missing: install the package postgresql")
-	}
-	for _, conns := range []int{1, 8, 32} {
-		b.Run(fmt.Sprintf("conns=%d", conns), func(b *testing.B) {
-			turn := 100 * conns // pgbench prepares its statements in each turn
-			f := setup(b, conns)
-			process := f.implementation(b, "middleware")
-			compare(b, turn, []contender{contend(b, "middleware", conns, turn, process), f.pgbench(b, conns, turn)}, "middleware/pgbench")
-		})
-	}
-}
-
-// pgbench returns a contender that runs the statements of the middleware, as a connection has prepared them, and of the
-// handler.
-func (f *fixture) pgbench(b *testing.B, conns, turn int) contender {
-	b.Helper()
-	rows, err := f.pool.Query(b.Context(), "select statement from pg_prepared_statements order by prepare_time, statement")
-	require.NoError(b, err)
-	statements, err := pgx.CollectRows(rows, pgx.RowTo[string])
-	require.NoError(b, err)
-	find := func(prefix string) string {
-		for _, statement := range statements {
-			if strings.HasPrefix(statement, prefix) {
-				return statement
-			}
-		}
-		require.FailNow(b, "the middleware has not prepared "+prefix, "%q", statements)
-		return ""
-	}
-	event := "'event-' || :client_id || '-' || :n"
-	script := strings.Join([]string{
-		`\set n random(1, 1000000000000)`,
-		`\startpipeline`,
-		"begin;",
-		strings.NewReplacer("$1", "'shipping'", "$2", event, "$3", "'orders'", "$4", `'\x`+strings.Repeat("00", 48)+`'`).
-			Replace(find("insert into \""+f.schema+`"."idempotency_claim"`)) + ";",
-		`\endpipeline`,
-		strings.Replace(f.insert, "$1", event, 1) + ";",
-		`\startpipeline`,
-		strings.Replace(find("select 1 / "), "$1", "pg_catalog.pg_current_xact_id_if_assigned()", 1) + ";",
-		"commit;",
-		`\endpipeline`,
-	}, "\n")
-	file := filepath.Join(b.TempDir(), "claim.sql")
-	require.NoError(b, os.WriteFile(file, []byte(script), 0o600))
-
-	return contender{"pgbench", func(int) time.Duration {
-		out, err := exec.CommandContext(b.Context(), "pgbench", "--no-vacuum", "--protocol=prepared", "--file="+file,
-			fmt.Sprintf("--client=%d", conns), fmt.Sprintf("--transactions=%d", turn/conns), pgtest.URL(b, pgtest.URLVariable)).CombinedOutput()
-		require.NoError(b, err, "%s", out)
-		tps := regexp.MustCompile(`tps = ([0-9.]+) \(without initial connection time\)`).FindSubmatch(out)
-		require.NotNil(b, tps, "%s", out)
-		rate, err := strconv.ParseFloat(string(tps[1]), 64)
-		require.NoError(b, err)
-		return time.Duration(float64(time.Second) / rate)
-	}}
 }
 
 // BenchmarkProduced compares new events whose handler runs one statement and returns one message of 1 KiB, or none.
