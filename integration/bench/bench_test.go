@@ -151,24 +151,42 @@ type contender struct {
 	take func(first int) time.Duration
 }
 
-// compare compares contenders within one run, by medians: they take turns of a few messages each, so that what else happens
-// on the machine meets all of them. ns/op is of the first one; a ratio such as "middleware/plain" is one of times.
-func compare(b *testing.B, turn int, contenders []contender, ratios ...string) {
-	b.Helper()
-	times := make(map[string][]time.Duration)
-	b.ResetTimer()
-	for done := 0; done < b.N; done += turn {
+// turnTimes are, by contender, how long a message took in each of its turns.
+type turnTimes map[string][]time.Duration
+
+// take lets contenders take a number of turns each, one after the other, so that what else happens on the machine meets all
+// of them.
+func (t turnTimes) take(turns, turn int, contenders []contender) {
+	for done := range turns {
 		for i := range contenders {
-			c := contenders[(i+done/turn)%len(contenders)] // nobody is always the first
-			times[c.name] = append(times[c.name], c.take(done))
+			c := contenders[(i+done)%len(contenders)] // nobody is always the first
+			t[c.name] = append(t[c.name], c.take(done*turn))
 		}
 	}
+}
+
+func (t turnTimes) median(name string) time.Duration { return percentile(t[name], 50) }
+
+// ratio is one of medians: of "middleware/plain", for example.
+func (t turnTimes) ratio(names string) float64 {
+	one, other, _ := strings.Cut(names, "/")
+	return float64(t.median(one)) / float64(t.median(other))
+}
+
+// turnsOf returns how many turns b.N messages take.
+func turnsOf(b *testing.B, turn int) int { return (b.N + turn - 1) / turn }
+
+// compare compares contenders within one run, by the medians of their turns of a few messages each. ns/op is of the first
+// one.
+func compare(b *testing.B, turn int, contenders []contender, ratios ...string) {
+	b.Helper()
+	times := make(turnTimes)
+	b.ResetTimer()
+	times.take(turnsOf(b, turn), turn, contenders)
 	b.StopTimer()
-	median := func(name string) float64 { return float64(percentile(times[name], 50)) }
-	b.ReportMetric(median(contenders[0].name), "ns/op")
+	b.ReportMetric(float64(times.median(contenders[0].name)), "ns/op")
 	for _, ratio := range ratios {
-		one, other, _ := strings.Cut(ratio, "/")
-		b.ReportMetric(median(one)/median(other), ratio)
+		b.ReportMetric(times.ratio(ratio), ratio)
 	}
 }
 

@@ -40,7 +40,7 @@ func BenchmarkDuplicate(b *testing.B) {
 		return storm.take(first)
 	}}
 	compare(b, turn, []contender{watched, byHand, fresh}, "new/middleware", "new/handwritten")
-	b.ReportMetric(wal/float64((b.N+turn-1)/turn*turn), "wal-B/op")
+	b.ReportMetric(wal/float64(turnsOf(b, turn)*turn), "wal-B/op")
 	f.requireLabels(b, known)
 }
 

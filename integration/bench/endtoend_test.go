@@ -103,7 +103,7 @@ func BenchmarkEndToEnd(b *testing.B) {
 func endToEnd(b *testing.B, open broker, distance time.Duration) {
 	b.Helper()
 	const turn = 20 * inFlight
-	turns := (b.N + turn - 1) / turn
+	turns := turnsOf(b, turn)
 	router, err := message.NewRouter(message.RouterConfig{CloseTimeout: 30 * time.Second}, watermill.NopLogger{})
 	require.NoError(b, err)
 	var fixtures []*fixture
@@ -116,9 +116,10 @@ func endToEnd(b *testing.B, open broker, distance time.Duration) {
 			return publisher.Publish(f.schema, newMessage(fmt.Sprintf("event-%d", i)))
 		}))
 		require.NoError(b, publisher.Close())
+		handle := f.handler()
 		added := router.AddConsumerHandler(name, f.schema, subscriber, func(msg *message.Message) error {
 			if name == "middleware" {
-				_, err := f.handler()(msg)
+				_, err := handle(msg)
 				return err
 			}
 			return f.plain(msg.Context(), msg.UUID)

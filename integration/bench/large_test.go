@@ -81,8 +81,8 @@ func (f *fixture) claimLarge(b *testing.B) func(eventID string) error {
 	return deliver(newMiddleware(b, f.store, idempotency.WithSubscriberID(largeSubscriber)).Middleware(f.handler()))
 }
 
-// BenchmarkLargeGrowth claims new events in an empty schema and beside many records. The two take turns, as in
-// [compare]: rate/empty is the ratio of the medians of their turns. The sizes are those of the two indexes.
+// BenchmarkLargeGrowth claims new events in an empty schema and beside many records: rate/empty is the ratio of the medians
+// of their turns. The sizes are those of the two indexes.
 func BenchmarkLargeGrowth(b *testing.B) {
 	const conns, turn, turns, warm = 8, 32, 128, 8
 	for _, kind := range []string{"uuidv4", "uuidv7"} {
@@ -91,11 +91,10 @@ func BenchmarkLargeGrowth(b *testing.B) {
 				empty, loaded := setup(b, conns), setup(b, conns)
 				loaded.load(b, records, idKinds[kind].sql, time.Now().Add(-24*time.Hour), time.Now())
 				loaded.settle(b)
-				ways := []func(eventID string) error{empty.claimLarge(b), loaded.claimLarge(b)}
-				var lasted, claims [2][]time.Duration // the turns and what is in them
-				for b.Loop() {
-					for i := range 2 * (warm + turns) {
-						way := (i + i/2) % 2 // nobody is always the first
+				claims := make(map[string][]time.Duration) // each of them
+				contend := func(name string, f *fixture) contender {
+					claim := f.claimLarge(b)
+					return contender{name, func(int) time.Duration {
 						times := make([]time.Duration, turn)
 						began := time.Now()
 						require.NoError(b, each(conns, turn, func(i int) error {
@@ -104,20 +103,26 @@ func BenchmarkLargeGrowth(b *testing.B) {
 								return err
 							}
 							began := time.Now()
-							err = ways[way](id.String())
+							err = claim(id.String())
 							times[i] = time.Since(began)
 							return err
 						}))
-						if i >= 2*warm {
-							lasted[way] = append(lasted[way], time.Since(began))
-							claims[way] = append(claims[way], times...)
-						}
-					}
+						lasted := time.Since(began)
+						claims[name] = append(claims[name], times...)
+						return lasted / turn
+					}}
 				}
-				b.ReportMetric(turn/percentile(lasted[1], 50).Seconds(), "msg/s")
-				b.ReportMetric(float64(percentile(lasted[0], 50))/float64(percentile(lasted[1], 50)), "rate/empty")
-				b.ReportMetric(float64(percentile(claims[0], 99)), "p99-empty-ns")
-				b.ReportMetric(float64(percentile(claims[1], 99)), "p99-ns")
+				contenders := []contender{contend("empty", empty), contend("loaded", loaded)}
+				make(turnTimes).take(warm, turn, contenders)
+				clear(claims)
+				times := make(turnTimes)
+				for b.Loop() {
+					times.take(turns, turn, contenders)
+				}
+				b.ReportMetric(1/times.median("loaded").Seconds(), "msg/s")
+				b.ReportMetric(times.ratio("empty/loaded"), "rate/empty")
+				b.ReportMetric(float64(percentile(claims["empty"], 99)), "p99-empty-ns")
+				b.ReportMetric(float64(percentile(claims["loaded"], 99)), "p99-ns")
 				loaded.reportIndexes(b)
 			})
 		}
