@@ -60,7 +60,7 @@ bench: services ## Run the benchmarks BENCHCOUNT times against the services, the
 	@set -eo pipefail; . '$(SERVICES_DIR)/env'; : >'$(SERVICES_DIR)/bench.txt'; \
 	for ((i = 1; i <= $(BENCHCOUNT); i++)); do \
 		echo "--- run $$i of $(BENCHCOUNT)"; \
-		(cd integration && go test -run '^$$' -bench . -skip Large -benchmem $(BENCHFLAGS) ./bench/...) | tee -a '$(SERVICES_DIR)/bench.txt'; \
+		(cd integration && go test -run '^$$' -bench . -skip Large $(BENCHFLAGS) ./bench/...) | tee -a '$(SERVICES_DIR)/bench.txt'; \
 	done; \
 	$(BENCHSTAT) '$(SERVICES_DIR)/bench.txt'
 
