@@ -174,7 +174,10 @@ func (t turnTimes) ratio(names string) float64 {
 }
 
 // turnsOf returns how many turns b.N messages take.
-func turnsOf(b *testing.B, turn int) int { return (b.N + turn - 1) / turn }
+func turnsOf(b *testing.B, turn int) int {
+	b.Helper()
+	return (b.N + turn - 1) / turn
+}
 
 // compare compares contenders within one run, by the medians of their turns of a few messages each. ns/op is of the first
 // one.
